@@ -19,7 +19,7 @@
                                                 losses as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
 
-Every setting is --key=value; COMMAND --help lists them. Put settings of train.py after --.
+Every setting is --key=value; COMMAND --help lists them.
 """
 
 import importlib
@@ -29,9 +29,8 @@ import sys
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError
 
-MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",
-           "generate", "run"]  # fmt: skip
-USAGE = "usage: python bench.py record FOLDER NAME\n       python bench.py readme"
+COMMANDS = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",
+            "generate", "run"]  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -39,39 +38,30 @@ def main(argv: list[str]) -> None:
         match argv:
             case ["help" | "--help" | "-h", *_]:
                 print(__doc__.strip())
-            case [command, *words] if command in MODULES:
-                importlib.import_module(f"benchmarks.{command}").main(words)
+            case [command, *rest] if command in COMMANDS:
+                importlib.import_module(f"benchmarks.{command}").main(rest)
             case ["record", folder, name]:
-                from benchmarks import record
+                from benchmarks import records
 
-                record.keep_summary(folder, name)
+                records.keep_summary(folder, name)
             case ["readme"]:
-                from benchmarks import report
+                from benchmarks import pages, plots
 
-                report.write_pages()
-            case ["record" | "readme", "--help"]:
-                print(USAGE)
-            case ["record" | "readme", *_]:
-                sys.exit(USAGE)
-            case [word, *_] if not word.startswith("-"):
-                sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
-            case words:
-                main(["sweep", *words])
+                pages.write()
+                plots.draw_all()
+            case [command, *_] if not command.startswith("-"):
+                sys.exit(f"Unknown command {command}: there are {', '.join(COMMANDS)}, record FOLDER NAME, readme")
+            case _:
+                main(["sweep", *argv])
     except SettingError as error:  # a user error
         sys.exit(str(error))
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("matplotlib"):
             raise
         sys.exit("the plot needs matplotlib: pip install matplotlib")
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
-    try:
-        try:
-            main(sys.argv[1:])
-        finally:
-            sys.stdout.flush()  # here, so that a BrokenPipeError is caught below
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main(sys.argv[1:])

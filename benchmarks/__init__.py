@@ -1,1 +1,1 @@
-"""What bench.py measures, one file for each kind; arms, cli, compare, record and runner are shared by all."""
+"""What bench.py measures, one file for each kind; the others (trainers, runner, records, tables, ...) are shared."""

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import limited, timing
-from benchmarks.peers import llama_config
+from benchmarks import timing
+from benchmarks.child import run_here
+from benchmarks.trainers import llama_config
 from model import LlamaConfig
 from runtime import memory
 
-WARMUP_STEPS, STEPS = 5, 3
+WARMUP_STEPS = 5
+STEPS = 3
 Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its part
 
 # A kernel belongs to the first pattern that its name matches. Attention comes before the matmuls, because some of its
@@ -45,10 +47,10 @@ def part_of(kernel: str) -> str:
     return next(part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.IGNORECASE))
 
 
-def spans_of_a_run(words: list[str]) -> list[Span]:
+def spans_of_a_run(argv: list[str]) -> list[Span]:
     """Run train.py; return everything the GPU did, each span named by its part."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # nothing of the CPU, which would slow the step
-        limited.run_here("train.py", *words, f"--max_iters={WARMUP_STEPS + STEPS + 1}")
+        run_here("train.py", *argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text())["traceEvents"]
@@ -58,7 +60,8 @@ def spans_of_a_run(words: list[str]) -> list[Span]:
 
 def step_starts(spans: list[Span]) -> list[int]:
     """Where the steps begin: at the first loss kernel, and at the first one after each update."""
-    starts, before = [], "optimizer"
+    starts = []
+    before = "optimizer"
     for i, (_, _, part) in enumerate(spans):
         if part == "loss kernel" and before == "optimizer":
             starts.append(i)
@@ -69,19 +72,22 @@ def step_starts(spans: list[Span]) -> list[int]:
 
 def name_head_matmuls(spans: list[Span]) -> list[Span]:
     """Rename the head's matmuls: three for each loss kernel of a step, beginning with the one before the first loss."""
-    spans, starts = list(spans), step_starts(spans)
+    spans = list(spans)
+    starts = step_starts(spans)
     matmuls = [i for i, (_, _, part) in enumerate(spans) if part == "matmuls"]
     for start, end in zip(starts, [*starts[1:], len(spans)], strict=True):
         n_losses = sum(part == "loss kernel" for _, _, part in spans[start:end])
         first = bisect.bisect(matmuls, start) - 1
         for i in matmuls[first : first + 3 * n_losses]:
-            spans[i] = (*spans[i][:2], "loss matmuls")
+            begin, finish, _ = spans[i]
+            spans[i] = (begin, finish, "loss matmuls")
     return spans
 
 
 def busy_ms(spans: list[Span]) -> dict[str, float]:
     """The time that each part keeps the GPU busy. When two overlap, the one that began first gets the time."""
-    busy, covered = dict.fromkeys(ORDER, 0.0), float("-inf")
+    busy = dict.fromkeys(ORDER, 0.0)
+    covered = float("-inf")
     for start, end, part in sorted(spans):
         busy[part] += max(0.0, end - max(start, covered))
         covered = max(covered, end)
@@ -97,14 +103,17 @@ def share_out(spans: list[Span]) -> dict[str, float]:
 
 def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float) -> dict[str, float | None]:
     """The minimum ms of each part in one step."""
-    n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
+    n = batch * c.block_size
+    layers = c.n_layer
+    kv = c.n_kv_head * c.head_dim
     in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # matmuls' weights
     flops = {
         "matmuls": 6 * n * in_blocks,
         "loss matmuls": 6 * n * c.n_embd * c.vocab_size,
         "attention": 6 * n * layers * c.n_embd * c.block_size,  # causal, no recomputation
     }
-    bf16, fp32 = 2, 4
+    bf16 = 2
+    fp32 = 4
     moved = {
         "loss kernel": bf16 * n * c.vocab_size * 2,  # the logits read, their gradient written
         # forward x, residual -> normed, sum; backward two gradients, sum -> gradient
@@ -130,16 +139,17 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / min(timing.events_ms([lambda: torch.mm(a, b)], rounds=10)) / 1e9
 
 
-def breakdown(words: list[str], batch: int, block: int) -> dict:
-    """words: train.py's command line, as in config/llama32_1b.py --batch_size=8 --block_size=2048 (batch, block)."""
-    config = llama_config(words[0], block_size=block)
-    spans = name_head_matmuls(spans_of_a_run(words))
+def breakdown(argv: list[str], batch: int, block: int) -> dict:
+    """argv: train.py's command line, as in config/llama32_1b.py --batch_size=8 --block_size=2048 (batch, block)."""
+    config = llama_config(argv[0], block_size=block)
+    spans = name_head_matmuls(spans_of_a_run(argv))
     starts = step_starts(spans)
-    first, last = starts[WARMUP_STEPS], starts[WARMUP_STEPS + STEPS]
-    busy, ms = share_out(spans[first:last]), spans[last][0] - spans[first][0]
+    first = starts[WARMUP_STEPS]
+    last = starts[WARMUP_STEPS + STEPS]
+    busy = share_out(spans[first:last])
+    ms = spans[last][0] - spans[first][0]
     torch.cuda.empty_cache()
     timing.use_side_stream()
-    copy_tb_s, matmul_tflops = timing.copy_tb_s(), fastest_matmul_tflops()
-    floors = floors_ms(config, batch, copy_tb_s, matmul_tflops)
+    floors = floors_ms(config, batch, timing.copy_tb_s(), fastest_matmul_tflops())
     rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
     return {"rows": [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]}

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import cli, estimate, runner
+from benchmarks import estimate, runner
+from benchmarks.settings import read_settings
 from configurator import SettingError
 from model import Llama
 from optimizers.on_disk import OnDisk
@@ -37,33 +38,33 @@ config = "config/llama32_1b.py"  # the model
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: out/disk.json
 
-KEYS = {"drives": ("offload_dir", "config", "flags")}  # what identifies a row
 UPDATES = 5  # timed, after one to warm up
 PLAIN_THREADS = (1, 4)
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, out="out/disk.json", for_train_py=True)
+    s = read_settings(globals(), argv, out="out/disk.json", for_train_py=True)
     if not s.offload_dir:
         raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
     named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
-    s.model, s.run = estimate.resolve(s.config, 1, named, s.flags)
+    s.model, s.shape = estimate.resolve(s.config, 1, named, s.flags)
     return s
 
 
-def update_seconds(place: OnDisk, grads: list[torch.Tensor]) -> float:
-    for parameter, grad in zip(place.parameters.values(), grads, strict=True):
+def update_seconds(state: OnDisk, grads: list[torch.Tensor]) -> float:
+    for parameter, grad in zip(state.parameters.values(), grads, strict=True):
         parameter.grad = grad
     began = time.perf_counter()
-    place.update(torch.ones(()), torch.tensor(1e-4), torch.tensor(1))
-    place.finish()
+    state.update(torch.ones(()), torch.tensor(1e-4), torch.tensor(1))
+    state.finish()
     return time.perf_counter() - began
 
 
 def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
     """Read and write back each piece, a list of tensors' bytes. The pieces are contiguous in the file."""
     begins = list(itertools.accumulate(map(sum, pieces), initial=0))
-    largest, of_thread = max(map(max, pieces)), threading.local()
+    largest = max(map(max, pieces))
+    of_thread = threading.local()
 
     def prepare():
         of_thread.memory = as_bytes(page_aligned(largest).fill_(1))
@@ -84,26 +85,26 @@ def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
 
 
 def measure(s: SimpleNamespace) -> dict:
-    file = open_state_file(s.offload_dir, disk_bytes(s.model, s.run))
-    model = Llama(s.model).to(s.run.compute_dtype)
-    place = Optimizer(model, s.run.rule, OnDisk(file)).place
-    grads = [torch.full_like(parameter, 1e-3) for parameter in place.parameters.values()]
-    pieces = [[len(memory) for memory in piece.pages.values()] for piece in place.pieces]
-    n_bytes, seconds = 2 * sum(map(sum, pieces)), {"update": [], **{n: [] for n in PLAIN_THREADS}}
+    file = open_state_file(s.offload_dir, disk_bytes(s.model, s.shape))
+    model = Llama(s.model).to(s.shape.compute_dtype)
+    state = Optimizer(model, s.shape.rule, OnDisk(file)).place
+    grads = [torch.full_like(parameter, 1e-3) for parameter in state.parameters.values()]
+    pieces = [[len(memory) for memory in piece.pages.values()] for piece in state.pieces]
+    n_bytes = 2 * sum(map(sum, pieces))
+    seconds = {"update": [], **{n: [] for n in PLAIN_THREADS}}
     with tempfile.TemporaryFile(dir=file.folder, buffering=0) as other:
         os.posix_fallocate(other.fileno(), 0, n_bytes // 2)
         if file.direct:
             fcntl.fcntl(other.fileno(), fcntl.F_SETFL, fcntl.fcntl(other.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
-        for i in range(1 + UPDATES):
-            for name, times in seconds.items():
-                is_update = name == "update"
-                taken = update_seconds(place, grads) if is_update else plain_seconds(other.fileno(), pieces, name)
-                times += [taken] * (i > 0)  # the first time writes new pages of both files
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+        for _ in range(1 + UPDATES):
+            seconds["update"].append(update_seconds(state, grads))
+            for threads in PLAIN_THREADS:
+                seconds[threads].append(plain_seconds(other.fileno(), pieces, threads))
+    # the first time writes new pages of both files
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     threads = min(PLAIN_THREADS, key=medians.get)
     return {
-        "offload_dir": s.offload_dir, "config": s.config, "flags": shlex.join(s.flags), "direct": file.direct,
-        "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
+        "direct": file.direct, "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
         "update_gb_per_s": n_bytes / medians["update"] / 1e9, "plain_gb_per_s": n_bytes / medians[threads] / 1e9,
         "plain_threads": threads, "ratio": medians[threads] / medians["update"], "seconds": seconds,
     }  # fmt: skip
@@ -111,4 +112,7 @@ def measure(s: SimpleNamespace) -> dict:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    runner.measure("disk", s, KEYS, lambda s: [("drives", measure(s))], on_cpu=True)
+    record = runner.start("disk", s, on_cpu=True)
+    key = {"offload_dir": s.offload_dir, "config": s.config, "flags": shlex.join(s.flags)}
+    record.measure("drives", key, measure, s)
+    runner.finish(record)

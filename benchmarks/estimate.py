@@ -11,15 +11,17 @@ first that fits, the parts at the peak with their arithmetic, at its largest bat
 
 import contextlib
 import functools
-import json
 import math
 import re
 import shlex
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Literal
 
-from benchmarks import cli, runner
-from benchmarks.arms import SWEEP_FLAGS
+from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
+from benchmarks.tables import table
+from benchmarks.trainers import TRAINERS
 from configurator import SettingError, preview
 from model import LlamaConfig
 from optimizers.rules import rule_of
@@ -37,12 +39,11 @@ checkpointing: Literal["any", "none", "selective", "full"] = "any"  # to show th
 offload: Literal["any", "none", "optimizer", "all"] = "any"  # likewise
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
-    "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
-    "h100": 79.1, "h200": 139.8, "b200": 178.3,
+    "3060": 11.6, "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4,
+    "a100-80": 79.1, "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
-AMPERE = ("3090", "a10g", "a100-40", "a100-80")  # without float8
-APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # cannot reach each other's memory: no copy engines
-preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same many times
+WITHOUT_PEER_ACCESS = ("3060", "3090", "4090", "5090", "a10g", "l4", "l40s")  # so without copy engines
+preview_once = functools.cache(lambda *argv: preview(ROOT / "train.py", argv))  # a table asks for the same many times
 
 
 def outside_gib(run: RunShape) -> float:
@@ -56,86 +57,76 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     named: settings by name; flags: as on a command line, which override them. SettingError if train.py would reject
     them together.
     """
-    said = dict(preview_once(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
-    if said["vocab_size"] is None:
+    argv = [str(ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags]
+    settings = dict(preview_once(*argv))
+    if settings["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: add -- --vocab_size=257 (bytes), or name another")
-    problem = find_problem(said, world_size)
+    problem = find_problem(settings, world_size)
     if problem:
         raise SettingError(problem)
-    several_hosts = said["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
-    said |= {
-        "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
-        "copy_engines": said["copy_engines"] is not False,
+    several_hosts = settings["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
+    settings |= {
+        "dtype": "bfloat16" if settings["dtype"] == "auto" else settings["dtype"],
+        "copy_engines": settings["copy_engines"] is not False,
         "world_size": world_size,
         "shard_ranks": math.gcd(world_size, 8) if several_hosts else world_size,
-        "rule": rule_of(said),
-        "micro_steps": said["gradient_accumulation_steps"] // world_size,
+        "rule": rule_of(settings),
+        "micro_steps": settings["gradient_accumulation_steps"] // world_size,
     }
     try:
-        config, shape = (
-            kind(**{n: said[n] for n in kind.__dataclass_fields__ if n in said}) for kind in (LlamaConfig, RunShape)
-        )
+        model = LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
+        shape = RunShape(**{name: settings[name] for name in RunShape.__dataclass_fields__ if name in settings})
         _ = shape.how  # refuses settings that do not work together
-        memory.param_shapes(config, shape)  # fp8 and NF4 do not support every shape
+        memory.param_shapes(model, shape)  # fp8 and NF4 do not support every shape
     except ValueError as error:
         raise SettingError(str(error)) from None
-    return config, shape
+    return model, shape
 
 
 def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
     """The model and RunShape of a row of a sweep. For a peer only the model is right."""
-    if row["arm"] not in SWEEP_FLAGS:
+    trainer = TRAINERS[row["trainer"]]
+    if trainer.build:
         return resolve(row["config"], 1, {"sharding": "zero3"})
     named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
     named |= {"gradient_accumulation_steps": row["ranks"], "activation_checkpointing": row["checkpointing"]}
-    return resolve(row["config"], row["ranks"], named, [*SWEEP_FLAGS[row["arm"]], *shlex.split(row["flags"])])
+    return resolve(row["config"], row["ranks"], named, [*trainer.flags.split(), *shlex.split(row["flags"])])
 
 
-def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
+def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
-    return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, shape)) / GIB
+    return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(model, shape)) / GIB
 
 
 def cpu_gib_of(row: dict) -> float:
     """What all ranks of a row hold in CPU memory: for a peer, FSDP2's float32 weights, gradients and two moments."""
-    config, shape = run_of(row)
-    if row["arm"] in SWEEP_FLAGS:
-        return cpu_gib(config, shape)
-    return 16 * memory.n_params(config) / GIB if row["offload"] == "all" else 0.0
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, for_train_py=True)
-    s.gib = card_gib(s.card)
-    return s
+    model, shape = run_of(row)
+    if TRAINERS[row["trainer"]].build:
+        return 16 * memory.n_params(model) / GIB if row["trainer"].endswith("offload") else 0.0
+    return cpu_gib(model, shape)
 
 
 def card_gib(card: str) -> float:
     if card.lower() in CARDS:
         return CARDS[card.lower()]
-    number = re.fullmatch(r"(\d+(\.\d+)?) ?(gi?b)?", card.lower())
-    if number and 0 < float(number[1]) < 1000:
+    number = re.fullmatch(r"(\d{1,3}(\.\d+)?) ?(gi?b)?", card.lower())
+    if number and float(number[1]) > 0:
         return float(number[1])
     raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in --card=24")
 
 
-def of_each(s: SimpleNamespace, named: dict, choices: dict, function) -> dict:
-    """function(config, shape) for each key of choices, settings by name; skips what train.py would reject."""
-    found = {}
-    for key, settings in choices.items():
+def combinations(s: SimpleNamespace, named: dict, gib: float) -> list[dict]:
+    """The largest batch within gib, and its CPU memory, for each offload and checkpointing, the cheapest first. Leaves
+    out what train.py would reject."""
+    rows = []
+    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):
+        row = {"activation_checkpointing": checkpointing, "offload": offload}
         with contextlib.suppress(SettingError):
-            found[key] = function(*resolve(s.config, s.ranks, named | settings, s.flags))
-    return found
-
-
-def grid(found: dict, of_cpu: dict) -> str:
-    """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
-    rows = [["largest batch, --checkpointing", *(f"offload={offload}" for offload in runner.OFFLOAD)]]
-    for at in runner.CHECKPOINTING:
-        rows.append([f"  {at}", *(str(found.get((at, offload), "n/a") or "-") for offload in runner.OFFLOAD)])
-    cells = (f"{of_cpu[offload]:.1f} GiB" if offload in of_cpu else "n/a" for offload in runner.OFFLOAD)
-    rows.append(["CPU memory of all ranks", *cells])
-    return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
+            model, shape = resolve(s.config, s.ranks, named | row, s.flags)
+            row["largest_batch"] = memory_advice.largest_batch(model, shape, gib)
+            row["cpu_gib"] = cpu_gib(model, replace(shape, batch_size=max(row["largest_batch"], 1)))
+            rows.append(row)
+    return rows
 
 
 def command(s: SimpleNamespace, named: dict) -> str:
@@ -145,55 +136,46 @@ def command(s: SimpleNamespace, named: dict) -> str:
     return shlex.join([*start.split(), "train.py", s.config, *flags, *s.flags])
 
 
-def place(checkpointing: str, offload: str) -> dict:
-    return {"activation_checkpointing": checkpointing, "offload": offload}
+def parse(argv: list[str]) -> SimpleNamespace:
+    return read_settings(globals(), argv, for_train_py=True)
 
 
-def estimate(s: SimpleNamespace) -> tuple[str, dict]:
-    """The estimate as text, and as numbers."""
-    # full and none conflict with no other setting; the table has all combinations
-    named = place("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
+def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
+    """The estimate as text, and the run whose parts it shows."""
+    total = card_gib(s.card)
+    # full and none conflict with no other setting
+    named = {"activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
+             "offload": "none" if s.offload == "any" else s.offload}  # fmt: skip
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)
-    if shape.fp8 and s.card.lower() in AMPERE:
-        raise SettingError(f"fp8 needs RTX 40, L4, H100 or newer, not --card={s.card}")
-    if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8
+    if s.card.lower() in WITHOUT_PEER_ACCESS or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
-    outside = outside_gib(shape)
-    gib = s.gib - outside
-    by_cost = {(how, offload): place(how, offload) for offload in runner.OFFLOAD for how in runner.CHECKPOINTING}
-    found = of_each(s, named, by_cost, functools.partial(memory_advice.largest_batch, gib=gib))
-    as_named = [at for at in found if s.checkpointing in ("any", at[0]) and s.offload in ("any", at[1])]
-    at = next((at for at in as_named if found[at]), as_named[-1])  # the first that fits
-    named |= place(*at) | {"batch_size": s.batch_size or max(found[at], 1)}
-    config, shape = resolve(s.config, s.ranks, named, s.flags)
-    of_cpu = of_each(s, named, {offload: {"offload": offload} for offload in runner.OFFLOAD}, cpu_gib)
-    peak = memory.peak_gib(config, shape)
-    each = f"{s.ranks} ranks, each with " if s.ranks > 1 else ""
-    micro_batches = f", {shape.micro_steps} micro-batches per step" if shape.micro_steps > 1 else ""
+    usable = total - outside_gib(shape)
+    rows = combinations(s, named, usable)
+    asked = [row for row in rows if s.checkpointing in ("any", row["activation_checkpointing"])]
+    asked = [row for row in asked if s.offload in ("any", row["offload"])]
+    chosen = next((row for row in asked if row["largest_batch"]), asked[-1])  # the first that fits
+    named |= {name: chosen[name] for name in ("activation_checkpointing", "offload")}
+    named["batch_size"] = s.batch_size or max(chosen["largest_batch"], 1)
+    model, shape = resolve(s.config, s.ranks, named, s.flags)
+    peak = memory.peak_gib(model, shape)
     lines = [
-        f"{s.config}: {memory.n_params(config):,} parameters, "
-        f"sequences of {config.block_size:,} tokens{micro_batches}, {shape.dtype}",
-        f"{each}card={s.card}: {s.gib:.1f} GiB - {outside} for the CUDA context and the allocator's reserve = "
-        f"{gib:.1f} GiB",
-        "", grid(found, of_cpu), "",
-        f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= gib else 'does not fit'}",
-        memory.table(config, shape),
-    ]  # fmt: skip
-    for parts, where in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
-        if kept := parts(config, shape):
-            lines += ["", f"in {where}, of each rank:"]
-            lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in kept]
-    result = {
-        "config": s.config, "card_gib": s.gib, "usable_gib": gib, "ranks": s.ranks, "block_size": config.block_size,
-        "largest_batch": {" ".join(at): n for at, n in found.items()}, "cpu_gib": cpu_gib(config, shape),
-        "disk_gib": s.ranks * memory_advice.disk_bytes(config, shape) / GIB,
-        **place(*at), "batch_size": shape.batch_size, "peak_gib": peak, "fits": peak <= gib,
-    }  # fmt: skip
-    return "\n".join(lines), result
+        f"{s.config}: {memory.n_params(model):,} parameters, sequences of {model.block_size:,} tokens, "
+        f"{shape.micro_steps} micro-batches per step, {shape.dtype}",
+        f"card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve",
+        "",
+        table(rows, "activation_checkpointing offload largest_batch cpu_gib"),
+        "",
+        f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= usable else 'does not fit'}",
+        memory.table(model, shape),
+    ]
+    for parts, kept_in in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
+        if parts(model, shape):
+            lines += ["", f"in {kept_in}, of each rank:"]
+            lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts(model, shape)]
+    return "\n".join(lines), model, shape
 
 
 def main(argv: list[str]) -> None:
-    text, result = estimate(parse(argv))
+    text, _, _ = estimate(parse(argv))
     print(text)
-    print(json.dumps(result))

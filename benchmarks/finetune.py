@@ -1,12 +1,12 @@
 """Does a finetune learn the same as others'? Published weights on conversations: ours, transformers' and peft's.
 
     python bench.py finetune --init_from=FOLDER --dataset=data/chat                 200 steps of 4 x 1,024 tokens
-    python bench.py finetune --init_from=FOLDER --arms=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
+    python bench.py finetune --init_from=FOLDER --trainers=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
 
 nanocria         train.py config/sft.py: conversations packed into blocks; bfloat16 with float32 masters, or float32
 nanocria-lora    the same with adapters of rank 16; nanocria-qlora: on a base in NF4; -fp8: with --fp8=true
 hf               transformers' model with the same weights, on the same conversations, unpacked and padded; its
-                 bfloat16 has float32 masters too. hf-again repeats it, to show how far two runs of one arm differ
+                 bfloat16 has float32 masters too. hf-again repeats it, to show how far two runs of one trainer differ
 hf-lora          peft's adapters on it, in float32 under autocast, with the same initial values
 
 All use the same learning rates and initial weights. A training loss is the mean over the step's answer tokens, a
@@ -24,8 +24,9 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from benchmarks import arms as trainers
-from benchmarks import cli, losses, peers, runner, timing
+from benchmarks import losses, runner, timing
+from benchmarks.settings import read_settings
+from benchmarks.trainers import SEED, TRAINERS, with_peft
 from configurator import SettingError
 from data.loader import Packed, open_dataset
 from lora import add_lora
@@ -37,49 +38,56 @@ from runtime.loss_plot import read_losses
 init_from = ""  # a folder of published weights
 dataset = "chat"  # conversations, made by data/chat/prepare.py with that folder's tokenizer
 measure = "losses,packing"  # what to measure
-arms = ",".join(arm for arm in trainers.FINETUNE if "lora" not in arm)  # the trainers
+trainers = "nanocria,hf,hf-again,nanocria-float32,hf-float32"  # also: nanocria-lora, -qlora, -fp8, hf-lora, -again
 steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/finetune_losses.json
 
-KEYS = {"runs": ("arm",), "packing": ("arm",)}
-CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
-BATCH, BLOCK = 4, 1024  # packed sequences x tokens of a step
-BF16 = "--dtype=bfloat16"
-FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"]}
-FLAGS |= {f"nanocria-{arm}": [BF16, *flags] for arm, flags in trainers.SWEEP_FLAGS.items() if "lora" in arm}
+OURS = ["nanocria", "nanocria-float32", "nanocria-lora", "nanocria-lora-fp8", "nanocria-qlora", "nanocria-qlora-fp8"]
+PEERS = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
+CONFIG = "config/sft.py"
+WARMUP = 20
+EVALUATIONS = 4
+BATCH = 4  # packed sequences of a step
+BLOCK = 1024  # tokens of each
+PADDED_ROWS = 16  # of a padded micro-batch
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): the next token, or -100
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"arms": trainers.FINETUNE, "measure": ("losses", "packing")}
-    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/finetune_losses.json")
+    lists = {"trainers": [*OURS, *PEERS], "measure": ("losses", "packing")}
+    s = read_settings(globals(), argv, lists, "benchmarks/records/finetune_losses.json")
     if not s.init_from or not Path(s.init_from).is_dir():
         raise SettingError(f"--init_from={s.init_from}: name a folder of published weights")
     try:
-        open_dataset(s.dataset, BLOCK, peers.SEED, None, True)
+        conversations_of(s.dataset, BLOCK)
     except (OSError, ValueError) as error:
         raise SettingError(f"--dataset={s.dataset}: {error}") from None
-    s.at = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
     return s
 
 
-def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
+def conversations_of(dataset: str, block: int) -> tuple[Packed, Packed]:
+    """Training and validation data, packed into blocks."""
+    return open_dataset(dataset, block, SEED, None, True)
+
+
+def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
     """train.py's loss at each step, and (step, loss) at each evaluation."""
-    n_blocks = open_dataset(dataset, block, peers.SEED, None, True)[1].n_blocks
+    _, val = conversations_of(dataset, block)
+    settings = {
+        "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
+        "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1, "dtype": "bfloat16",
+        "eval_iters": -(-val.n_blocks // batch),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as out_dir:
-        settings = {
-            "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
-            "seed": peers.SEED, "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1,
-            "eval_iters": -(-n_blocks // batch),
-        }  # fmt: skip
-        words = runner.train_words(CONFIG, batch, block, "none", out_dir)
-        words += [*(f"--{name}={value}" for name, value in settings.items()), *FLAGS[arm], *flags]
-        if "curve" not in (result := runner.train(words, out_dir)):
-            return result
-        found = read_losses(Path(out_dir))
-        return {"losses": [row[-1] for row in found.train], "val": [(step, loss) for step, *_, loss in found.val]}
+        argv = runner.train_argv(CONFIG, batch, block, "none", out_dir)
+        argv += [*(f"--{name}={value}" for name, value in settings.items()), *TRAINERS[trainer].flags.split(), *flags]
+        summary = runner.train(argv, out_dir)
+        if "curve" not in summary:
+            return summary
+        run = read_losses(Path(out_dir))
+        return {"losses": [loss for *_, loss in run.train], "val": [(step, loss) for step, *_, loss in run.val]}
 
 
 # --- The peers ---
@@ -87,13 +95,15 @@ def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, st
 
 def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
     """The conversations in packed blocks (B, T + 1), each up to its last target."""
-    found = []
-    for tokens, targets, opens in zip(*data.unpack(blocks), strict=True):
-        cuts = opens.nonzero().flatten().tolist()[1:]  # the first opens the block
-        for part in zip(tokens.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
-            is_target = (part[1] >= 0).nonzero()
-            found += [tuple(x[: is_target[-1] + 1] for x in part)] if len(is_target) else []  # else it is padding
-    return found
+    chats = []
+    for tokens, targets, doc_starts in zip(*data.unpack(blocks), strict=True):
+        cuts = doc_starts.nonzero().flatten().tolist()[1:]  # the first begins the block
+        for x, y in zip(tokens.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
+            is_target = (y >= 0).nonzero()
+            if len(is_target):  # else it is padding
+                end = is_target[-1] + 1
+                chats.append((x[:end], y[:end]))
+    return chats
 
 
 def padded_length(part: Conversations) -> int:
@@ -104,19 +114,19 @@ def padded_length(part: Conversations) -> int:
 def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets (B, padded_length) of conversations. Padding is on the right, so no token sees it."""
     length = padded_length(part)
-    return tuple(
-        torch.stack([F.pad(x, (0, length - len(x)), value=fill) for x in rows]).to(device)
-        for rows, fill in zip(zip(*part, strict=True), (0, -100), strict=True)
-    )
+    tokens = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in part])
+    targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in part])
+    return tokens.to(device), targets.to(device)
 
 
-def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
+def build_peer(trainer: str, folder: str, device: torch.device) -> torch.nn.Module:
     import transformers
 
-    dtype = torch.float32 if "float32" in arm else torch.bfloat16
+    dtype = torch.float32 if "float32" in trainer else torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
-    if "lora" in arm:  # peft's adapters, with the initial values of train.py's
-        model, ours = peers.with_peft(model), load_model(folder, device, dtype)
+    if "lora" in trainer:  # peft's adapters, with the initial values of train.py's
+        model = with_peft(model)
+        ours = load_model(folder, device, dtype)
         add_lora(ours, 16, 32)
         theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
         losses.begin_as_train_py(ours, theirs, device)
@@ -130,29 +140,31 @@ def learning_rate(step: int, steps: int, rate: float) -> float:
     return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1)))
 
 
-def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
+def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
     """train_losses() of a peer; on the CPU if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    train, val = open_dataset(dataset, block, peers.SEED, None, True)
-    model = build_peer(arm, folder, device)
+    train, val = conversations_of(dataset, block)
+    model = build_peer(trainer, folder, device)
     masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # in float32: p itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
 
-    def losses_of(found: Conversations):
+    def losses_of(chats: Conversations):
         """The sum of each micro-batch's losses over the number of all targets."""
-        n = sum(int((targets >= 0).sum()) for _, targets in found)
-        for i in range(0, len(found), ROWS):
-            tokens, targets = padded(found[i : i + ROWS], device)
-            with torch.autocast(device.type, torch.bfloat16, enabled="lora" in arm and "float32" not in arm):
+        n_targets = sum(int((targets >= 0).sum()) for _, targets in chats)
+        for i in range(0, len(chats), PADDED_ROWS):
+            tokens, targets = padded(chats[i : i + PADDED_ROWS], device)
+            autocast = "lora" in trainer and "float32" not in trainer
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 logits = model(input_ids=tokens).logits
-            yield F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / n
+            yield F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / n_targets
 
     def evaluate() -> float:
         with torch.no_grad():
             return sum(loss.double() for loss in losses_of(conversations(val, val.read(range(val.n_blocks))))).item()
 
-    found, evaluations = [], [(0, evaluate())]
+    step_losses = []
+    evaluations = [(0, evaluate())]
     for step in range(steps):
         total = 0.0
         for loss in losses_of(conversations(train, train.sequences(step * batch, batch))):
@@ -168,19 +180,19 @@ def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, ste
         with torch.no_grad():
             for p, master in masters.items():
                 p.copy_(master)
-        found.append(float(total))
+        step_losses.append(float(total))
         if (step + 1) % max(steps // EVALUATIONS, 1) == 0:
             evaluations.append((step + 1, evaluate()))
-    return {"losses": found, "val": evaluations}
+    return {"losses": step_losses, "val": evaluations}
 
 
 # --- Packing ---
 
 
-def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]:
+def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]:
     """Batches of as many conversations as fit into n_tokens when padded to the longest, in random order."""
     part = []
-    for conversation in random.Random(0).sample(found, len(found)):
+    for conversation in random.Random(0).sample(chats, len(chats)):
         if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
             yield part
             part = []
@@ -188,37 +200,42 @@ def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]
     yield part
 
 
-def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
+def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
     """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    data, _ = open_dataset(dataset, block, peers.SEED, None, True)
-    if arm == "packed":
-        found = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
-        found = [(x, y, document_starts(marks, data.first_mark)) for x, y, marks in found]
+    data, _ = conversations_of(dataset, block)
+    if trainer == "packed":
+        unpacked = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
+        inputs = [(x, y, document_starts(marks, data.first_mark)) for x, y, marks in unpacked]
     else:
         all_of_them = conversations(data, data.read(range(data.n_blocks)))
-        found = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
-    n_tokens, n_targets = sum(x[0].numel() for x in found), sum(int((x[1] >= 0).sum()) for x in found)
-    found = [[x.to(device).contiguous() for x in each] for each in found]
+        inputs = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
+    n_tokens = sum(x[0].numel() for x in inputs)
+    n_targets = sum(int((x[1] >= 0).sum()) for x in inputs)
+    inputs = [[x.to(device).contiguous() for x in each] for each in inputs]
 
     def read_all():
-        for each in found:
+        for each in inputs:
             model(*each).backward()
             model.zero_grad()
 
-    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # the first run compiles for each shape
-    return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(found)}
-
-
-def measured(s: SimpleNamespace):
-    for arm in s.arms if "losses" in s.measure else []:
-        at = s.at | {"steps": s.steps, "rate": s.rate}
-        found = train_losses(arm, **at) if arm in FLAGS else runner.call("finetune.peer_losses", arm=arm, **at)
-        yield "runs", {"arm": arm, **at} | found
-    for arm in ("packed", "padded") if "packing" in s.measure else []:
-        yield "packing", {"arm": arm, **s.at} | runner.call("finetune.learn", arm=arm, **s.at)
+    timing.wall_seconds(read_all, device)  # compiles for each shape
+    seconds = timing.wall_seconds(read_all, device)
+    return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(inputs)}
 
 
 def main(argv: list[str]) -> None:
-    runner.measure("finetune", parse(argv), KEYS, measured, trainers.FINETUNE)
+    s = parse(argv)
+    record = runner.start("finetune", s)
+    data = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
+    for trainer in s.trainers if "losses" in s.measure else []:
+        key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
+        if trainer in OURS:
+            record.measure("runs", key, train_losses, **key)
+        else:
+            record.measure("runs", key, runner.call, "finetune.peer_losses", **key)
+    for trainer in ("packed", "padded") if "packing" in s.measure else []:
+        key = {"trainer": trainer, **data}
+        record.measure("packing", key, runner.call, "finetune.learn", **key)
+    runner.finish(record)

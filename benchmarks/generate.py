@@ -2,7 +2,7 @@
 
     python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
     python bench.py generate --batches=8 --prompt=1024 --tokens=512
-    python bench.py generate --config=config/llama_114m.py --arms=nanocria,hf --batches=1,8      also on a CPU
+    python bench.py generate --config=config/llama_114m.py --trainers=nanocria,hf --batches=1,8      also on a CPU
 
 tok_per_s   of runtime/generate.py, or of transformers' generate, with its defaults (hf) and with the static cache that
             its documentation recommends, whose steps it compiles (hf-static): greedy, including the prompts, the
@@ -20,15 +20,14 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import arms as trainers
-from benchmarks import cli, peers, runner, timing
-from benchmarks.estimate import resolve
+from benchmarks import runner, settings, timing
+from benchmarks.trainers import hf_model, llama_config
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
 
 # settings
-arms = ",".join(trainers.GENERATE)  # who generates
+trainers = "nanocria,hf,hf-static"  # who generates
 config = runner.CONFIG  # the model
 batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
@@ -36,46 +35,51 @@ tokens = 256  # new tokens of each text
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/generate.json, on a CPU out/generate.json
 
-KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what identifies a row
 ROUNDS = 3  # timed, after one to warm up
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    to = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE, "batches": cli.whole_numbers}, to)
-    resolve(s.config, 1, {"gradient_accumulation_steps": 1})  # check that it describes a model
-    return s
+    record = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
+    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": settings.whole_number}
+    return settings.read_settings(globals(), argv, lists, record)
 
 
 @torch.no_grad()
-def measure(arm: str, config: str, batch: int, prompt: int, tokens: int, **changes) -> dict:
-    """On the GPU in bfloat16, or on the CPU in float32."""
+def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, copy_tb_s=1.0, **changes) -> dict:
+    """On the GPU in bfloat16, or on the CPU in float32. copy_tb_s: the rate of a large copy."""
     on_gpu = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    c = peers.llama_config(config, block_size=prompt + tokens, **changes)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    c = llama_config(config, block_size=prompt + tokens, **changes)
     prompts = torch.randint(c.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    if arm == "nanocria":
+    if trainer == "nanocria":
         with torch.device("meta"):
             model = Llama(c).to(dtype)
         model.to_empty(device=device).init_weights(0, device)
+        n_new = len(list(generate(model, prompts, tokens, temperature=0)))
         call = lambda: list(generate(model, prompts, tokens, temperature=0))  # noqa: E731
     else:
-        model = peers.build_hf(c, "none", device, dtype=dtype)[0].eval()
+        model = hf_model(c, "none", device, dtype=dtype)[0].eval()
         ids = torch.tensor(prompts, device=device)
-        how = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-        how |= {"cache_implementation": "static"} if arm == "hf-static" else {}
-        call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **how)
-    n_new = len(call()) if arm == "nanocria" else call().shape[1] - prompt
+        options = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        if trainer == "hf-static":
+            options["cache_implementation"] = "static"
+        call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
+        n_new = call().shape[1] - prompt
     if n_new != tokens:
         return {"failed": f"it generated {n_new} of {tokens} tokens"}
-    taken = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
-    found = {"tok_per_s": batch * tokens / taken, "ms_per_token": 1000 * taken / tokens}
-    return found | step_of(model, prompts, tokens, device) if arm == "nanocria" else found
+    seconds = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
+    row = {"tok_per_s": batch * tokens / seconds, "ms_per_token": 1000 * seconds / tokens}
+    if trainer == "nanocria":
+        row |= measure_step(model, prompts, tokens, device)
+        row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
+    return row
 
 
-def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.device) -> dict:
+def measure_step(model: Llama, prompts: list[list[int]], tokens: int, device: torch.device) -> dict:
     """The milliseconds of one step in the second half of the text, and the bytes that it must read."""
-    c, caches = model.config, new_caches(model, len(prompts), len(prompts[0]) + tokens)
+    c = model.config
+    caches = new_caches(model, len(prompts), len(prompts[0]) + tokens)
     newest = read_prompts(model, caches, prompts).argmax(-1)
     step = partial(decode_step, model, caches)
     step = CUDAGraph(step) if device.type == "cuda" else step
@@ -84,21 +88,15 @@ def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.d
         step(newest)
     ms = 1000 * timing.wall_seconds(lambda: [step(newest) for _ in range(half)], device) / half
     weights = sum(p.nbytes for name, p in model.named_parameters() if c.tie_embeddings or "tok_embeddings" not in name)
-    held = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # positions of all rows, halfway through the timing
-    cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * held * caches[0].k.element_size()
+    positions = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # of all rows, halfway through the timing
+    cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * positions * caches[0].k.element_size()
     return {"step_ms": ms, "step_bytes": round(weights + cached)}
 
 
-def measured(s: SimpleNamespace):
-    def measure_at(**at):
-        found = runner.call("generate.measure", **at)
-        if "step_ms" in found:
-            found["of_copy"] = found["step_bytes"] / found["step_ms"] / 1e9 / s.new["copy_tb_s"]
-        return found
-
-    places = [(arm, s.config, batch, s.prompt, s.tokens) for batch, arm in product(s.batches, s.arms)]
-    return runner.in_turn("points", KEYS["points"], places, measure_at)
-
-
 def main(argv: list[str]) -> None:
-    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE, on_cpu=True)
+    s = parse(argv)
+    record = runner.start("generate", s, on_cpu=True)
+    for batch, trainer in product(s.batches, s.trainers):
+        key = {"trainer": trainer, "config": s.config, "batch": batch, "prompt": s.prompt, "tokens": s.tokens}
+        record.measure("points", key, runner.call, "generate.measure", copy_tb_s=record.head["copy_tb_s"], **key)
+    runner.finish(record)

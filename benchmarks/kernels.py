@@ -15,26 +15,27 @@ from types import SimpleNamespace
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks import cli, runner, timing
+from benchmarks import runner, timing
 from benchmarks.operations import BF16_CUDA, OPERATIONS, Operation, tuple_of
+from benchmarks.settings import read_settings
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
 out = ""  # the record; default: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
-KEYS = {"rows": ("op", "shape", "pass")}  # what identifies a row
-
 
 class Problem:
-    """Random inputs of an operation, in the form that an arm takes. A seed gives every arm the same numbers."""
+    """Random inputs of an operation, in the form that a function takes. A seed gives all functions the same numbers."""
 
-    def __init__(self, operation: Operation, arm: Callable, size: tuple, options: dict, seed=0, wide=False):
+    def __init__(self, operation: Operation, function: Callable, size: tuple, options: dict, seed=0, wide=False):
         """wide: in float64, but the same numbers, rounded to the options' dtype."""
-        self.function, self.options, self.seed = arm, options, seed
+        self.function = function
+        self.options = options
+        self.seed = seed
         self.convert = to_double if wide else lambda x: x
         torch.manual_seed(seed)
         tensors, constants = operation.inputs(size, options)
-        self.tensors = [self.convert(tensor).requires_grad_() for tensor in operation.tensors_of(arm, tensors)]
+        self.tensors = [self.convert(tensor).requires_grad_() for tensor in operation.tensors_of(function, tensors)]
         self.constants = [self.convert(constant) for constant in constants]
         self.doutputs = None
 
@@ -73,30 +74,32 @@ def to_double(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
-    """Outputs and gradients in float64, for the numbers that every arm gets."""
-    problem = Problem(operation, operation.truth, size, options, wide=True)
+def exact_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
+    """Outputs and gradients of the reference in float64, for the numbers that every function gets."""
+    problem = Problem(operation, operation.reference, size, options, wide=True)
     outputs = problem.forward()
     return [y.detach().double() for y in outputs], problem.backward(outputs)
 
 
-def largest_error(operation: Operation, arm: Callable, size: tuple[int, ...], options: dict, truth: tuple) -> float:
-    """The largest relative error ‖result − truth‖ / ‖truth‖ over the outputs and gradients of an arm."""
-    outputs, gradients = truth
-    results = Problem(operation, arm, size, options).both()
-    pairs = zip(results, (*outputs, *operation.tensors_of(arm, gradients)), strict=True)
-    errors = [float((result.detach().double() - true).norm() / true.norm()) for result, true in pairs]
+def largest_error(
+    operation: Operation, function: Callable, size: tuple[int, ...], options: dict, exact: tuple
+) -> float:
+    """The largest relative error ‖result − exact‖ / ‖exact‖ over the outputs and gradients of a function."""
+    outputs, gradients = exact
+    expected = [*outputs, *operation.tensors_of(function, gradients)]
+    results = Problem(operation, function, size, options).both()
+    errors = [float((y.detach().double() - x).norm() / x.norm()) for y, x in zip(results, expected, strict=True)]
     if not all(map(math.isfinite, errors)):
         raise ValueError("its result is not finite")
     return max(errors)
 
 
-def time_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
-    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is of forward and backward together."""
-    problems = [Problem(operation, arm, size, BF16_CUDA)]
+def time_function(operation: Operation, function: Callable, size: tuple[int, ...], passes: list[str]) -> dict:
+    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}}; the peak is of forward and backward together."""
+    problems = [Problem(operation, function, size, BF16_CUDA)]
     inputs = [*problems[0].tensors, *problems[0].constants]
     n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
-    problems += [Problem(operation, arm, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
+    problems += [Problem(operation, function, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
     problems[0].both()  # compiles, and makes lasting allocations
     peak = timing.peak_mib(problems[0].both)
     times = {}
@@ -106,11 +109,12 @@ def time_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes:
     return times
 
 
-def measure_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str], truth: tuple) -> dict:
-    """time_arm() plus the error, or for each pass the first line of the exception that failed. The run continues."""
+def measure_function(operation: Operation, function: Callable, size: tuple, passes: list[str], exact: tuple) -> dict:
+    """time_function() plus the error, or for each pass the first line of the exception. The run continues."""
     try:
-        error = largest_error(operation, arm, operation.checked(size), BF16_CUDA, truth)
-        return {name: {**times, "error": error} for name, times in time_arm(operation, arm, size, passes).items()}
+        error = largest_error(operation, function, operation.checked(size), BF16_CUDA, exact)
+        times = time_function(operation, function, size, passes)
+        return {name: time | {"error": error} for name, time in times.items()}
     except Exception as exception:
         lines = str(exception).splitlines() or [""]
         return {name: {"failed": f"{type(exception).__name__}: {lines[0]}"} for name in passes}
@@ -121,16 +125,19 @@ def measure_arm(operation: Operation, arm: Callable, size: tuple[int, ...], pass
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one per pass."""
     torch.compiler.reset()  # else the next size would count toward the recompilation limit
-    arms, passes = operation.arms, operation.work(size)
-    truth = true_results(operation, operation.checked(size), BF16_CUDA)
-    compiled = torch.compile(arms["eager"], dynamic=False, fullgraph=True)
-    arms = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled} | arms
-    results = {arm: measure_arm(operation, how, size, list(passes), truth) for arm, how in arms.items()}
+    passes = operation.work(size)
+    exact = exact_results(operation, operation.checked(size), BF16_CUDA)
+    compiled = torch.compile(operation.functions["eager"], dynamic=False, fullgraph=True)
+    results = {
+        label: measure_function(operation, function, size, list(passes), exact)
+        for label, function in (operation.functions | {"compile": compiled}).items()
+    }
     rows = []
     for pass_name, work in passes.items():
         row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}
         row["floor_us"] = floor_us(operation, size, work, limits)
-        rows.append(row | {"arms": {arm: result[pass_name] for arm, result in results.items()}})
+        row["functions"] = {label: result[pass_name] for label, result in results.items()}
+        rows.append(row)
     return rows
 
 
@@ -143,22 +150,25 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    some = cli.read_settings(globals(), argv).op
+    some = any(word.startswith("--op") for word in argv)
     out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # README's record is of complete runs
-    s = cli.read_settings(globals(), argv, {"op": OPERATIONS}, out)
+    s = read_settings(globals(), argv, {"op": OPERATIONS}, out)
     s.op = s.op or list(OPERATIONS)
     return s
 
 
-def measured(s: SimpleNamespace):
+def main(argv: list[str]) -> None:
+    s = parse(argv)
+    record = runner.start("kernels", s, n_gpus=1)
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes run more than once
-    for name, size in [(op, size) for op in s.op for size in OPERATIONS[op].sizes]:
-        try:
-            yield from (("rows", row) for row in measure_size(name, OPERATIONS[name], size, s.new))
-        except torch.OutOfMemoryError:  # computing the truth; an arm's own failure is in its row
-            print(f"{name} {size}: out of memory", flush=True)
-
-
-def main(argv: list[str]) -> None:
-    runner.measure("kernels", parse(argv), KEYS, measured, n_gpus=1)
+    for name in s.op:
+        for size in OPERATIONS[name].sizes:
+            try:
+                rows = measure_size(name, OPERATIONS[name], size, record.data)
+            except torch.OutOfMemoryError:  # computing the reference; a function's own failure is in its row
+                print(f"{name} {size}: out of memory", flush=True)
+                continue
+            for row in rows:
+                record.add("rows", {key: row[key] for key in ("op", "shape", "pass")}, row)
+    runner.finish(record)

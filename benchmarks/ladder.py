@@ -3,12 +3,12 @@
     python bench.py ladder                                     Llama 3.2 1B, 3B and 3.1 8B, as if on a 24 GiB card
     python bench.py ladder --estimate=true                     the memory alone, by arithmetic: needs no GPU
     python bench.py ladder --models=1b --measure=losses        the losses after 300 steps of 8 x 1,024 tokens
-    python bench.py ladder --rungs=bf16,adamw8bit,qlora --memory_limit_gib=16
+    python bench.py ladder --techniques=bf16,adamw8bit,qlora --memory_limit_gib=16
 
-A rung has the settings of the rung that it builds on, plus its own. Two steps are measured: with one sequence of 1,024
-tokens, for the least memory that a rung needs, and with the largest batch that fits, for its best speed. Adapters train
-on random weights, which are as fast as any. The rungs hf_... are Hugging Face's model with Liger-Kernel, in pure
-bfloat16 with full checkpointing, for techniques that another package has.
+A technique has the settings of the one that it builds on, plus its own. Two steps are measured: with one sequence of
+1,024 tokens, for the least memory that it needs, and with the largest batch that fits, for its best speed. Adapters
+train on random weights, which are as fast as any. The techniques hf_... are Hugging Face's model with Liger-Kernel, in
+pure bfloat16 with full checkpointing, for techniques that another package has.
 """
 
 import shlex
@@ -16,106 +16,132 @@ from bisect import bisect_right
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
-from benchmarks import cli, compare, losses, record, runner, sweep
-from benchmarks.arms import RUNGS
+from benchmarks import losses, runner, sweep
 from benchmarks.estimate import cpu_gib, cpu_gib_of, outside_gib, resolve
+from benchmarks.records import Record
+from benchmarks.settings import read_settings
+from benchmarks.tables import table
 from configurator import SettingError
 from runtime import memory, memory_advice
 
 # settings
 models = "1b,3b,8b"  # one or several
-rungs = ""  # by name; nothing: all
+techniques = ""  # by name; nothing: all
 measure = "fits,losses"  # what to measure: losses only of the first model
 memory_limit_gib = 24.0  # as if the card had only so many GiB
-offload_dir = ""  # a folder on an NVMe drive, for the rung that needs one; nothing: that rung is left out
+offload_dir = ""  # a folder on an NVMe drive, for the technique that needs one; nothing: it is left out
 steps: int | None = None  # to measure; none: 10, fewer if they are long
 estimate = False  # by arithmetic: nothing is run
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/ladder.json
 
+
+class Technique(NamedTuple):
+    on: str  # the technique that it builds on; for a peer, the one that it is compared with
+    flags: str = ""  # of train.py
+    trainer: str = "nanocria"
+
+
+PLAIN = "--dtype=float32 --kernels=none --attention=sdpa --activation_checkpointing=none"
+TECHNIQUES = {
+    "plain": Technique("", PLAIN),  # PyTorch
+    "kernels": Technique("plain", "--kernels=blocks --attention=auto"),
+    "loss": Technique("kernels", "--kernels=all"),
+    "checkpointing": Technique("loss", "--activation_checkpointing=full"),
+    "bf16": Technique("checkpointing", "--dtype=bfloat16"),
+    "adamw8bit": Technique("bf16", "--optimizer_bits=8"),
+    "galore": Technique("adamw8bit", "--optimizer=galore --galore_rank=128"),  # float32 moments: 8 bits need 256
+    "offload_optimizer": Technique("adamw8bit", "--offload=optimizer"),
+    "offload_all": Technique("offload_optimizer", "--offload=all"),  # the weights too
+    "offload_activations": Technique("offload_all", "--offload_activations=true"),
+    "nvme": Technique("offload_activations"),  # --offload_dir
+    "lora": Technique("bf16", "--lora_rank=16 --lora_alpha=32"),
+    "lora_fp8": Technique("lora", "--fp8=true"),
+    "qlora": Technique("lora", "--base_dtype=nf4"),
+    "qlora_fp8": Technique("qlora", "--fp8=true"),
+    "hf_adamw8bit": Technique("adamw8bit", trainer="hf-liger-8bit"),
+    "hf_galore": Technique("galore", trainer="hf-liger-galore"),
+    "hf_lora": Technique("lora", trainer="hf-liger-lora"),
+    "hf_qlora": Technique("qlora", trainer="hf-liger-qlora"),
+}
+OURS = [name for name, technique in TECHNIQUES.items() if technique.trainer == "nanocria"]
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
-BLOCK, LOSS_STEPS = 1024, 300  # tokens of a sequence; steps of training, for the losses
+BLOCK = 1024  # tokens of a sequence
 BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
-KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # what identifies a row
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "rungs": RUNGS}
-    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/ladder.json")
-    s.rungs = s.rungs or [rung for rung in RUNGS if rung != "nvme" or s.offload_dir]
-    if "nvme" in s.rungs and not s.offload_dir:
-        raise SettingError("--rungs=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
+    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
+    s = read_settings(globals(), argv, lists, "benchmarks/records/ladder.json")
+    s.techniques = s.techniques or [name for name in TECHNIQUES if name != "nvme" or s.offload_dir]
+    if "nvme" in s.techniques and not s.offload_dir:
+        raise SettingError("--techniques=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
     return s
 
 
-def flags_of(rung: str, s: SimpleNamespace) -> dict:
-    """Settings of train.py: those of the rungs below, then the rung's own. A peer has only checkpointing."""
-    if RUNGS[rung].peer:
+def flags_of(name: str, s: SimpleNamespace) -> dict:
+    """Settings of train.py: those of the techniques below, then its own. A peer has only checkpointing."""
+    technique = TECHNIQUES[name]
+    if name not in OURS:
         return {"activation_checkpointing": "full"}
-    below = flags_of(RUNGS[rung].on, s) if RUNGS[rung].on else {}
-    return below | RUNGS[rung].flags | ({"offload_dir": s.offload_dir} if rung == "nvme" else {})
+    settings = flags_of(technique.on, s) if technique.on else {}
+    settings |= dict(flag.removeprefix("--").split("=") for flag in technique.flags.split())
+    return settings | ({"offload_dir": s.offload_dir} if name == "nvme" else {})
 
 
-def words(flags: dict) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. For a peer, only where to start."""
-    row = {"model": model, "rung": rung}
-    if RUNGS[rung].peer:
-        return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
-    named = flags_of(rung, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
+def estimated(model: str, name: str, s: SimpleNamespace) -> dict:
+    """A technique by arithmetic: the memory of one sequence, the largest batch, its CPU memory. For a peer, only where
+    to start."""
+    if name not in OURS:
+        return {"cpu_gib": 0.0, "largest": estimated(model, TECHNIQUES[name].on, s)["largest"]}
+    named = flags_of(name, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
     config, shape = resolve(CONFIGS[model], 1, named)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
     of_cpu = cpu_gib(config, replace(shape, batch_size=max(largest, 1)))
-    return row | {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
+    return {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
 
 
-def fits(model: str, rung: str, s: SimpleNamespace):
-    """A row for one sequence, and one for each batch tried until the largest that fits is known."""
-    yield (row := point(model, rung, 1, s))
-    at, goes_up = max(bisect_right(BATCHES, row["largest"]) - 1, 0), None
-    while "tok_per_s" in row and 0 <= at < len(BATCHES):
-        yield (tried := point(model, rung, BATCHES[at], s))
-        if "failed" in tried or goes_up not in (None, "tok_per_s" in tried):
+def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
+    """One sequence, then batches around the estimate until the largest that fits is known."""
+    row = measure_batch(model, name, 1, s, record)
+    i = max(bisect_right(BATCHES, row.get("largest", 0)) - 1, 0)
+    grows = None
+    while "tok_per_s" in row and 0 <= i < len(BATCHES):
+        tried = measure_batch(model, name, BATCHES[i], s, record)
+        fits = "tok_per_s" in tried
+        if "failed" in tried or grows not in (None, fits):
             return
-        goes_up = "tok_per_s" in tried
-        at += 1 if goes_up else -1
+        grows = fits
+        i += 1 if fits else -1
 
 
-def point(model: str, rung: str, batch: int, s: SimpleNamespace) -> dict:
-    name = (model, rung, batch)
-    if name not in s.known:
-        flags = flags_of(rung, s)
-        place = {
-            "config": CONFIGS[model], "arm": RUNGS[rung].peer or "all", "ranks": 1, "batch": batch, "block": BLOCK,
-            "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
-            "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
-        }  # fmt: skip
-        # sweep.point estimates this batch's peak
-        s.known[name] = estimated(model, rung, s) | {"cpu_gib": cpu_gib_of(place)} | sweep.point(place, s.steps)
-    return s.known[name]
+def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
+    flags = flags_of(name, s)
+    point = {
+        "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
+        "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
+        "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
+    }  # fmt: skip
+    key = {"model": model, "technique": name, "batch": batch}
+    row = estimated(model, name, s) | point | {"cpu_gib": cpu_gib_of(point)}
+    return record.measure(
+        "points", key, lambda: row | sweep.measure_point(point, s.steps)
+    )  # it estimates this batch's peak
 
 
-def measured(s: SimpleNamespace):
-    s.known = record.kept_rows(s.new, s.out, KEYS, s.keep)
-    for model, rung in product(s.models, s.rungs if "fits" in s.measure else []):
-        yield from (("points", row) for row in fits(model, rung, s))
-    model = s.models[0]
-    for rung in s.rungs if "losses" in s.measure else []:
-        flags = flags_of(rung, s)
-        if not RUNGS[rung].peer and "lora_rank" not in flags:  # adapters of a random model learn nothing
-            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # on the whole card
-            yield "losses", s.known.get((model, rung)) or {"model": model, "rung": rung} | losses.train_losses(*at)
+def measure_loss(name: str, s: SimpleNamespace, record: Record) -> None:
+    """The losses of the first model on the whole card."""
+    flags = [f"--{key}={value}" for key, value in flags_of(name, s).items()]
+    key = {"model": s.models[0], "technique": name}
+    record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[s.models[0]], flags)
 
 
 def estimate_table(s: SimpleNamespace) -> str:
-    ours = [rung for rung in s.rungs if not RUNGS[rung].peer]
-    rows = [estimated(model, rung, s) | {"title": RUNGS[rung].title} for model, rung in product(s.models, ours)]
-    header = f"model | rung | GPU GiB at 1 x 1,024 | largest batch in {s.memory_limit_gib:g} GiB | its CPU GiB"
-    return compare.table(header, "{model} | {title} | {estimated_gib:.1f} | {largest} | {cpu_gib:.1f}", rows)
+    names = [name for name in s.techniques if name in OURS]
+    rows = [{"model": model, "technique": name} | estimated(model, name, s) for model, name in product(s.models, names)]
+    return table(rows, "model technique estimated_gib largest cpu_gib")
 
 
 def main(argv: list[str]) -> None:
@@ -123,5 +149,12 @@ def main(argv: list[str]) -> None:
     if s.estimate:
         print(estimate_table(s))
         return
-    titles = {name: rung.title for name, rung in RUNGS.items()}
-    runner.measure("ladder", s, KEYS, measured, titles, plot="draw_ladder")
+    record = runner.start("ladder", s)
+    if "fits" in s.measure:
+        for model, name in product(s.models, s.techniques):
+            measure_fits(model, name, s, record)
+    if "losses" in s.measure:
+        for name in s.techniques:
+            if name in OURS and "lora_rank" not in flags_of(name, s):  # adapters of a random model learn nothing
+                measure_loss(name, s, record)
+    runner.finish(record)

@@ -1,4 +1,4 @@
-"""The libraries that the kernels are compared with. Each is optional: one that is not installed has no arms.
+"""The libraries that the kernels are compared with. Each is optional: one that is not installed is left out.
 
     pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 EPS = 1e-5
-Functions = dict[str, dict[str, Callable]]  # operation -> arm -> function
+Functions = dict[str, dict[str, Callable]]  # operation -> name -> function
 
 
 def liger() -> Functions:
@@ -92,15 +92,15 @@ def torch_linear_cross_entropy() -> Functions:
 
 def installed() -> list[Functions]:
     """The functions of each installed library. One that fails to load is skipped, with a message."""
-    found = []
+    libraries = []
     for library in LIBRARIES:
         try:
-            found.append(library())
+            libraries.append(library())
         except ModuleNotFoundError:
             continue
         except Exception as error:  # a version without one of these functions, or Triton without a driver
             print(f"{library.__name__} is left out, {type(error).__name__}: {error}", file=sys.stderr)
-    return found
+    return libraries
 
 
 LIBRARIES = (liger, cut_cross_entropy, bitsandbytes, torch_linear_cross_entropy)

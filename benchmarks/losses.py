@@ -1,19 +1,19 @@
 """Does it learn as well? The losses of Llama 3.2 1B against those of Hugging Face's model, from the same weights.
 
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
-    python bench.py losses --arms=nanocria,float32 --steps=100 --shape=4x512
+    python bench.py losses --trainers=nanocria,float32 --steps=100 --shape=4x512
 
 nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): the reference, without bfloat16 rounding
-nanocria-galore  train.py with --optimizer=galore, of rank 128; this and the next arm run only if named
+nanocria-galore  train.py with --optimizer=galore, of rank 128; this and the next run only if named
 hf-galore        float32 with galore-torch's optimizer, set to project the same side and take steps of the same size
 
-All arms start from the same weights, read the same tokens and use the same learning rates. bfloat16 alone makes two
-runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and not
-biased to one side.
+All start from the same weights, read the same tokens and use the same learning rates. bfloat16 alone makes two runs
+drift apart, so none equals float32. What counts is that ours is no farther from it than Hugging Face's, and not biased
+to one side.
 """
 
 import tempfile
@@ -21,39 +21,39 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import arms as trainers
-from benchmarks import cli, peers, runner
+from benchmarks import runner, settings
+from benchmarks.trainers import SEED, TRAINERS, batches, hf_masters, hf_model, llama_config, train_step
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf_names import hf_rows
 
 # settings
-arms = ",".join(arm for arm in trainers.LOSSES if "galore" not in arm)  # the trainers
+trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
 keep = False  # keep rows measured with older code: for changes that do not affect rounding
 out = ""  # the record; default: benchmarks/records/losses.json
 
-KEYS = {"runs": ("arm",)}
-SEED, LEARNING_RATE, WARMUP = peers.SEED, 4e-4, 50  # config/llama32_1b.py's rate
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
+LEARNING_RATE = 4e-4  # config/llama32_1b.py's
+WARMUP = 50
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"arms": trainers.LOSSES, "shape": cli.shapes}
-    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
-    s.at = (s.steps, *s.shape[0])
-    return s
+    lists = {"trainers": [*OURS, "hf", "float32", "hf-galore"], "shape": settings.shape}
+    return settings.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
 
 
-def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
+def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
     """The loss of each step of train.py."""
     with tempfile.TemporaryDirectory() as out_dir:
-        words = runner.train_words(config, batch, block, "none", out_dir)
-        words += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
-        words += [f"--seed={SEED}", f"--max_iters={steps}", "--log_interval=1", *trainers.LOSSES_FLAGS[arm], *flags]
-        result = runner.train(words, out_dir)
-        return {"losses": [loss for _, _, loss in result["curve"]]} if "curve" in result else result
+        argv = runner.train_argv(config, batch, block, "none", out_dir)
+        argv += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
+        argv += [f"--seed={SEED}", f"--max_iters={steps}", "--log_interval=1", *flags]
+        summary = runner.train(argv, out_dir)
+        return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
 
 
 @torch.no_grad()
@@ -69,53 +69,61 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
 
 
 def peer_losses(
-    arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes
+    trainer: str,
+    steps: int,
+    batch: int,
+    block: int,
+    config=runner.CONFIG,
+    compute_dtype="bfloat16",
+    rank=128,
+    **changes,
 ):
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
-    c = peers.llama_config(config, block_size=block, **changes)
-    if arm == "hf":
-        model, loss_of = peers.build_hf_masters(c, "none", device)
+    c = llama_config(config, block_size=block, **changes)
+    if trainer == "hf":
+        model, loss_of, _ = hf_masters(c, "none", device)
     else:
-        model, loss_of = peers.build_hf(c, "full", device, dtype=torch.float32)  # full: else it would not fit
+        model, loss_of = hf_model(c, "full", device, dtype=torch.float32)  # full: else it would not fit
     with torch.device("meta"):
         ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded to the compute dtype, as in train.py
     begin_as_train_py(ours, dict(model.named_parameters()), device)
-    optimizer = make_optimizer(arm, model, rank)
+    optimizer = make_optimizer(trainer, model, rank)
     losses = []
-    for i, blocks in enumerate(peers.batches(steps, batch, block, device)):
+    for i, blocks in enumerate(batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
-        tokens, targets = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
-        losses.append(peers.train_step(model, loss_of, optimizer, tokens, targets)()[0])
+        read = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
+        losses.append(read()[0])
     return {"losses": losses}
 
 
-def make_optimizer(arm: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
-    """AdamW with train.py's settings; if the arm has GaLore, with its projection on the layers' matrices."""
-    groups, galore = [], arm == "hf-galore"
+def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
+    """AdamW with train.py's settings; for hf-galore, with its projection on the layers' matrices."""
+    groups = []
     for name, p in model.named_parameters():
         groups.append({"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)})
-        if galore and p.ndim > 1 and ".layers." in name:
+        if trainer == "hf-galore" and p.ndim > 1 and ".layers." in name:
             scale = (p.shape[1] / rank) ** 0.5
             groups[-1] |= {"rank": rank, "update_proj_gap": 200, "scale": scale, "proj_type": "right"}
-    if not galore:
+    if trainer != "hf-galore":
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
     from galore_torch import GaLoreAdamW
 
     return GaLoreAdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, no_deprecation_warning=True)
 
 
-def measured(s: SimpleNamespace):
-    for arm in s.arms:
-        spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *s.at), strict=True))
-        ours = arm in trainers.LOSSES_FLAGS
-        found = train_losses(**spec) if ours else runner.call("losses.peer_losses", **spec)
-        yield "runs", spec | found
-
-
 def main(argv: list[str]) -> None:
-    runner.measure("losses", parse(argv), KEYS, measured, trainers.LOSSES)
+    s = parse(argv)
+    record = runner.start("losses", s)
+    batch, block = s.shape[0]
+    for trainer in s.trainers:
+        key = {"trainer": trainer, "steps": s.steps, "batch": batch, "block": block}
+        if trainer in OURS:
+            record.measure("runs", key, train_losses, s.steps, batch, block, flags=TRAINERS[trainer].flags.split())
+        else:
+            record.measure("runs", key, runner.call, "losses.peer_losses", **key)
+    runner.finish(record)

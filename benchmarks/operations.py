@@ -1,7 +1,7 @@
-"""What `bench.py kernels` compares: for each operation its sizes, its inputs, its arms and the work it must do.
+"""What `bench.py kernels` compares: for each operation its sizes, its inputs, its functions and the work it must do.
 
-An arm is one way to compute the operation; all arms compute the same function of the same numbers. Arms of other
-libraries are in libraries.py, and kernels.py adds 'compile', torch.compile of 'eager':
+All functions of an operation compute the same of the same numbers. Those of other libraries are in libraries.py, and
+kernels.py adds 'compile', torch.compile of 'eager':
 
     nanocria    kernels/
     eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
@@ -32,18 +32,19 @@ class Operation:
     sizes: list[tuple[int, ...]]
     inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
     work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes to measure
-    arms: dict[str, Callable]
-    truth: Callable  # errors are measured against it, run in float64
+    functions: dict[str, Callable]
+    reference: Callable  # errors are measured against it, run in float64
     floor: Callable | None = None  # size -> calls whose times add up to the limit, if that is measured
-    unpack: Callable | None = None  # if ours are packed: the differentiable tensors as the other arms take them
+    unpack: Callable | None = None  # if ours are packed: the differentiable tensors as the others take them
     checked: Callable = staticmethod(lambda size: size)  # the size to measure errors at: smaller if float64 needs it
 
     def shape(self, size: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.dims.split(), size, strict=True))
 
-    def tensors_of(self, arm: Callable, tensors: list) -> list:
-        """The differentiable tensors, or their gradients, as this arm takes them."""
-        return self.unpack(*tensors) if self.unpack and arm not in (self.arms["nanocria"], self.truth) else tensors
+    def tensors_of(self, function: Callable, tensors: list) -> list:
+        """The differentiable tensors, or their gradients, as this function takes them."""
+        takes_packed = function in (self.functions["nanocria"], self.reference)
+        return tensors if takes_packed or not self.unpack else self.unpack(*tensors)
 
 
 def first_rows(size):
@@ -96,8 +97,8 @@ def norm(name, eager, native, rows, vectors, forward, backward):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        arms={"nanocria": partial(getattr(kernels, name), eps=EPS), "eager": eager, "torch": native},
-        truth=partial(getattr(reference, name), eps=EPS),
+        functions={"nanocria": partial(getattr(kernels, name), eps=EPS), "eager": eager, "torch": native},
+        reference=partial(getattr(reference, name), eps=EPS),
     )
 
 
@@ -111,7 +112,8 @@ def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
 def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
     n_kv_head = (qkv.shape[2] - n_head) // 2
     q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
-    wide_cos, wide_sin = wide_cos[:, None], wide_sin[:, None]  # (T, 1, D)
+    wide_cos = wide_cos[:, None]  # (T, 1, D)
+    wide_sin = wide_sin[:, None]
     return *(x * wide_cos + rotate_half(x) * wide_sin for x in (q, k)), v.contiguous()
 
 
@@ -125,7 +127,8 @@ def rope_inputs(size, options):
     n_batch, n_time, n_head, n_kv_head, head_dim = size
     frequencies = 500000.0 ** -torch.linspace(0, 1, head_dim // 2 + 1, device=options["device"])[:-1]
     angles = torch.outer(torch.arange(n_time, device=options["device"]), frequencies)  # (T, D/2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     wide_tables = [torch.cat([table, table], dim=-1).to(options["dtype"]) for table in (cos, sin)]
     qkv = torch.randn(n_batch, n_time, n_head + 2 * n_kv_head, head_dim, **options)
     return [qkv], (cos, sin, n_head, *wide_tables)
@@ -136,11 +139,11 @@ ROPE = Operation(
     sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
     work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
-    arms={"nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head), "eager": eager_rope},
-    truth=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
+    functions={"nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head), "eager": eager_rope},
+    reference=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
-# --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the other arms get two. ---
+# --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the others get two. ---
 
 
 def glu(name, eager):
@@ -149,8 +152,8 @@ def glu(name, eager):
         sizes=[(16384, 8192), (16384, 14336), (4096, 16384)],
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
-        arms={"nanocria": getattr(kernels, name), "eager": eager},
-        truth=getattr(reference, name),
+        functions={"nanocria": getattr(kernels, name), "eager": eager},
+        reference=getattr(reference, name),
         unpack=lambda gate_up: [half.contiguous() for half in gate_up.chunk(2, dim=-1)],
     )
 
@@ -171,8 +174,8 @@ CROSS_ENTROPY = Operation(
     sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
     inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
-    arms={"nanocria": kernels.cross_entropy, "eager": eager_cross_entropy, "torch": F.cross_entropy},
-    truth=reference.cross_entropy,
+    functions={"nanocria": kernels.cross_entropy, "eager": eager_cross_entropy, "torch": F.cross_entropy},
+    reference=reference.cross_entropy,
     checked=first_rows,
 )
 
@@ -183,7 +186,8 @@ def loss_inputs(size, options):
     """Logits of deviation 0.9, as in an initialised Llama 3.2 1B. cut-cross-entropy skips improbable tokens: on
     an H200 it takes 1.7 times as long as the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3."""
     n_tokens, n_embd, n_vocab = size
-    x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
+    x = torch.randn(n_tokens, n_embd, **options)
+    weight = 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
     return [x, weight], random_targets(n_tokens, n_vocab, options)
 
 
@@ -192,7 +196,8 @@ def matmuls_alone(size):
     n_tokens, n_embd, n_vocab = size
     (x, weight), _ = loss_inputs(size, BF16_CUDA)
     logits = torch.empty(n_tokens, n_vocab, **BF16_CUDA)
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dx = torch.empty_like(x)
+    dweight = torch.empty_like(weight)
     return [
         partial(torch.mm, x, weight.T, out=logits),
         partial(torch.mm, logits, weight, out=dx),
@@ -205,9 +210,11 @@ LINEAR_CROSS_ENTROPY = Operation(
     sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
     inputs=loss_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
-    arms={"nanocria": kernels.linear_cross_entropy,
-          "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets)},
-    truth=reference.linear_cross_entropy,
+    functions={
+        "nanocria": kernels.linear_cross_entropy,
+        "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets),
+    },
+    reference=reference.linear_cross_entropy,
     floor=matmuls_alone,
     checked=first_rows,
 )  # fmt: skip
@@ -238,8 +245,8 @@ FP8_LINEAR = Operation(
     sizes=[(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)],
     inputs=linear_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
-    arms={"nanocria": kernels.fp8_linear, "eager": F.linear},
-    truth=F.linear,
+    functions={"nanocria": kernels.fp8_linear, "eager": F.linear},
+    reference=F.linear,
     floor=fp8_matmuls_alone,
     checked=first_rows,
 )
@@ -248,7 +255,8 @@ FP8_LINEAR = Operation(
 
 
 def rounded_twice(quantize, transpose, weight):
-    (w8, t), (again, _) = quantize(weight), quantize(weight)
+    w8, t = quantize(weight)
+    again, _ = quantize(weight)
     return w8, t, transpose(again)
 
 
@@ -261,8 +269,8 @@ FP8_WEIGHT = Operation(
     sizes=[(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],  # of Llama 3.2 1B: q, k, v; o; gate, up; down
     inputs=lambda size, options: ([], (torch.randn(size, **options),)),
     work=lambda size: {"forward": {"bytes": 8 * math.prod(size)}},
-    arms={"nanocria": partial(rounded_twice, quantize, transpose), "eager": eager_rounded_twice},
-    truth=eager_rounded_twice,
+    functions={"nanocria": partial(rounded_twice, quantize, transpose), "eager": eager_rounded_twice},
+    reference=eager_rounded_twice,
 )
 
 # --- Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D) ---
@@ -270,8 +278,9 @@ FP8_WEIGHT = Operation(
 
 def eager_attention(q, k, v):
     """Scores, softmax and product one after the other, (B, H, T, T) in memory between them."""
-    n_time, head_dim, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
-    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    _, n_time, n_head, head_dim = q.shape
+    q = q.transpose(1, 2)
+    k, v = (x.transpose(1, 2).repeat_interleave(n_head // x.shape[2], dim=1) for x in (k, v))
     future = torch.ones(n_time, n_time, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(2, 3) * head_dim**-0.5).masked_fill(future, float("-inf"))  # (B, H, T, T)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
@@ -302,13 +311,13 @@ FLASH_ATTENTION = Operation(
     sizes=[(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)],
     inputs=attention_inputs,
     work=attention_work,
-    arms={
+    functions={
         "nanocria": kernels.flash_attention,
         "eager": eager_attention,
         "sdpa_flash": partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION),
         "sdpa_cudnn": partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION),
     },
-    truth=reference.flash_attention,
+    reference=reference.flash_attention,
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
@@ -321,7 +330,8 @@ SCALARS = 1.0, 1e-3, 10.0, 20.0**0.5  # the first step's: scale, lr, 1 / (1 - be
 
 def adamw_inputs(size, options):
     """A parameter, its gradient, the lower half of its master; moments, step_scalars."""
-    parameter, grad = torch.randn(size, **options), 1e-3 * torch.randn(size, **options)
+    parameter = torch.randn(size, **options)
+    grad = 1e-3 * torch.randn(size, **options)
     low = torch.zeros(size, dtype=torch.int16, device=options["device"])
     moments = [torch.zeros(size, device=options["device"]) for _ in range(2)]
     return [], (parameter, grad, low, *moments, torch.tensor(SCALARS, device=options["device"]))
@@ -354,8 +364,8 @@ def update_of(name, inputs, n_bytes):
         sizes=[(2**24,), (2**27,)],
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
-        arms={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name))},
-        truth=adamw_from_zero,
+        functions={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name))},
+        reference=adamw_from_zero,
         checked=lambda size: (min(size[0], 2**20),),
     )
 
@@ -365,9 +375,11 @@ NF4 = Operation(
     sizes=[(6144, 4096), (28672, 4096), (4096, 14336)],  # of Llama 3.1 8B: q, k and v; gate and up; down
     inputs=lambda size, options: ([], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))),
     work=lambda size: {"forward": {"bytes": round(math.prod(size) * (2 + 0.5 + 1 / 64))}},
-    arms={"nanocria": lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts)),
-          "eager": lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts))},
-    truth=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
+    functions={
+        "nanocria": lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts)),
+        "eager": lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)),
+    },
+    reference=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
         kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
         torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.float32, device=codes.device)),
 )  # fmt: skip
@@ -390,6 +402,6 @@ OPERATIONS = {
     "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14),
     "nf4": NF4,
 }
-for _functions in libraries.installed():
-    for _name, _arms in _functions.items():
-        OPERATIONS[_name].arms.update(_arms)
+for _library in libraries.installed():
+    for _name, _functions in _library.items():
+        OPERATIONS[_name].functions.update(_functions)

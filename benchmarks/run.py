@@ -4,43 +4,19 @@
     python bench.py run out/adamw out/muon             together, to out/loss.png
     python bench.py run out/adamw out/muon --out=muon.png
 
-The folders are train.py's out_dir, of finished or running runs. A run's label is its folder and the settings in which
-the runs differ. Tokens and hours count training, without evaluations and saves.
+The folders are train.py's out_dir, of finished or running runs, and their labels. Tokens and hours count training,
+without evaluations and saves.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
-from benchmarks import cli, compare
+from benchmarks.settings import read_settings
+from benchmarks.tables import table
 from configurator import SettingError
 from runtime.loss_plot import Losses, draw_losses, read_losses, smoothed
 
 # settings
 out = ""  # the plot; default: loss.png in the run's folder, or out/loss.png for several
-
-NOT_TOLD = ("out_dir", "wandb_run_name")  # they always differ
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    folders = [Path(word) for word in argv if not word.startswith("-")]
-    folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
-    folder = folders[0].absolute() if len(folders) == 1 else "out"
-    s = cli.read_settings(globals(), [word for word in argv if word.startswith("-")], out=f"{folder}/loss.png")
-    if not folders:
-        raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
-    s.folders = folders
-    return s
-
-
-def labelled(runs: list[Losses]) -> dict[str, Losses]:
-    """The runs by label: the folder, and the settings in which the runs with known settings differ."""
-    known = [run.settings for run in runs if run.settings]
-    names = [name for name in (known[0] if known else {}) if name not in NOT_TOLD]
-    names = [name for name in names if any(settings.get(name) != known[0][name] for settings in known)]
-    return {
-        ", ".join([str(run.folder), *(f"{name}={run.settings[name]}" for name in names if name in run.settings)]): run
-        for run in runs
-    }
 
 
 def loss_table(runs: dict[str, Losses]) -> str:
@@ -48,18 +24,22 @@ def loss_table(runs: dict[str, Losses]) -> str:
     for label, run in runs.items():
         steps, tokens, hours, _ = run.train[-1]
         row = {"run": label, "steps": steps, "tokens": tokens, "hours": hours, "loss": smoothed(run.train)[-1]}
-        found = [loss for *_, loss in run.val]
-        row |= {"val": found[-1], "best": min(found)} if found else {}
-        rows.append(row | ({} if run.bits_per_byte is None else {"bits": run.bits_per_byte}))
-    header = "run | steps | tokens | hours | training loss | validation loss | its best | bits per byte"
-    line = "{run} | {steps:,} | {tokens:,} | {hours:.2f} | {loss:.4f} | {val:.4f} | {best:.4f} | {bits:.3f}"
-    return compare.table(header, line, rows)
+        val_losses = [loss for *_, loss in run.val]
+        if val_losses:
+            row |= {"val_loss": val_losses[-1], "best_val_loss": min(val_losses)}
+        rows.append(row | {"bits_per_byte": run.bits_per_byte})
+    return table(rows, "run steps tokens hours loss val_loss best_val_loss bits_per_byte")
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    folders = [Path(word) for word in argv if not word.startswith("-")]
+    folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
+    folder = folders[0].absolute() if len(folders) == 1 else "out"
+    s = read_settings(globals(), [word for word in argv if word.startswith("-")], out=f"{folder}/loss.png")
+    if not folders:
+        raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
     try:
-        runs = labelled([read_losses(folder) for folder in s.folders])
+        runs = {str(path): read_losses(path) for path in folders}
         print(loss_table(runs))
         s.out.parent.mkdir(parents=True, exist_ok=True)
         draw_losses(runs, s.out)

@@ -83,12 +83,14 @@ def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None
 
     None if the calls use a separate stream, as bitsandbytes' optimizers do: then the graph is empty.
     """
-    graph, results, stream = torch.cuda.CUDAGraph(), deque(maxlen=len(calls)), torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    results = deque(maxlen=len(calls))
+    stream = torch.cuda.current_stream()
     stream = None if stream == torch.cuda.default_stream() else stream
-    with warnings.catch_warnings(record=True) as said, torch.cuda.graph(graph, stream=stream):
+    with warnings.catch_warnings(record=True) as raised, torch.cuda.graph(graph, stream=stream):
         for launch in range(launches):
             results.append(calls[launch % len(calls)]())
-    return None if any("Graph is empty" in str(warning.message) for warning in said) else graph
+    return None if any("Graph is empty" in str(warning.message) for warning in raised) else graph
 
 
 def gpu_time(calls: list[Callable]) -> dict:
@@ -163,12 +165,9 @@ def matmul_tflops(n: int = 8192) -> float:
 
 def cpu_copy_tb_s() -> float:
     """TB/s, read plus written, of copying 1 GiB in CPU memory: the best of five."""
-    (source, target), times = torch.randn(2, 2**28), []
-    for _ in range(5):
-        began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    return 2 * source.nbytes / min(times) / 1e12
+    source, target = torch.randn(2, 2**28)
+    seconds = min(wall_seconds(lambda: target.copy_(source), torch.device("cpu")) for _ in range(5))
+    return 2 * source.nbytes / seconds / 1e12
 
 
 def card() -> dict:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import generate, record, runner
+from benchmarks import generate, runner, settings
 from test_kernels import HAS_GPU
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -24,8 +24,8 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and found["step_ms"] > 0
 
 
-@pytest.mark.parametrize("arm, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
-def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, cache, monkeypatch):
+@pytest.mark.parametrize("trainer, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
+def test_transformers_generates_as_many_tokens_with_the_its_cache(trainer, cache, monkeypatch):
     used, forward = set(), LlamaForCausalLM.forward
 
     def noting(self, *args, **kwargs):
@@ -33,45 +33,32 @@ def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, ca
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", noting)
-    found = generate.measure(arm, **AT, **TINY)
+    found = generate.measure(trainer, **AT, **TINY)
     assert used == {cache}
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found
 
 
-def test_all_arms_share_one_record(monkeypatch, tmp_path, capsys):
-    def run(command, ranks):
-        assert command[1:3] == ["benchmarks.call", "generate.measure"]
-        spec = json.loads(command[3])
-        if spec["arm"] == "nanocria":
-            return {"tok_per_s": 300.0, "ms_per_token": 3.0, "step_ms": 2.0, "step_bytes": 4_000_000_000}, ""
-        return ({"tok_per_s": 100.0, "ms_per_token": 9.0}, "") if spec["batch"] == 1 else (None, "CUDA out of memory")
-
-    head = {"command": "python bench.py generate", "device": "GPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.0}
-    monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {"points": []})
-    generate.main([f"--out={tmp_path / 'generate.json'}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("300 tok/s  a step 2.000 ms  50.0% of a copy's speed")
-    assert "out of memory" in lines[4]
-    points = json.loads((tmp_path / "generate.json").read_text())["points"]
-    assert [(row["arm"], row["batch"], row.get("of_copy")) for row in points] == [
-        ("nanocria", 1, 0.5), ("hf", 1, None), ("hf-static", 1, None),
-        ("nanocria", 64, 0.5), ("hf", 64, None), ("hf-static", 64, None),
-    ]  # fmt: skip
-    assert {row["prompt"] for row in points} == {128}
-    for on_gpu, out in ((True, record.RECORDS / "generate.json"), (False, record.ROOT / "out/generate.json")):
+def test_generate_has_a_record_on_a_gpu_and_another_on_a_cpu(monkeypatch):
+    for on_gpu, out in ((True, settings.RECORDS / "generate.json"), (False, settings.ROOT / "out/generate.json")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
         assert generate.parse([]).out == out
 
 
 @pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")
 def test_generate_benchmark_runs_on_a_cpu(monkeypatch, tmp_path):
-    really = runner.run
-    found = {"tok_per_s": 20.0, "ms_per_token": 50.0, "step_ms": 40.0, "step_bytes": 400_000_000}
-    monkeypatch.setattr(runner, "run", lambda command, ranks: (
-        really(command, ranks) if "timing.card" in command else (found, "")
-    ))  # fmt: skip
-    generate.main(["--arms=nanocria", "--batches=1", f"--out={tmp_path / 'cpu.json'}"])
+    really, specs = runner.run, []
+
+    def run(command, *more):
+        if "timing.card" in command:
+            return really(command, *more)
+        specs.append(json.loads(command[-1]))
+        return {"tok_per_s": 20.0, "step_ms": 40.0, "of_copy": 0.5}, ""
+
+    monkeypatch.setattr(runner, "run", run)
+    generate.main(["--batches=1", f"--out={tmp_path / 'cpu.json'}"])
     saved = json.loads((tmp_path / "cpu.json").read_text())
     assert saved["device"].startswith("CPU, ") and 0.001 < saved["copy_tb_s"] < 2
-    assert saved["points"][0]["of_copy"] == pytest.approx(0.01 / saved["copy_tb_s"])
+    assert [spec["trainer"] for spec in specs] == [row["trainer"] for row in saved["points"]] == [
+        "nanocria", "hf", "hf-static"
+    ]  # fmt: skip
+    assert {spec["copy_tb_s"] for spec in specs} == {saved["copy_tb_s"]}

@@ -12,11 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import kernels.launch
-from benchmarks.arms import STEP_FLAGS, SWEEP_FLAGS
-from benchmarks.compare import SWEEP_PLACE
 from benchmarks.estimate import run_of
-from benchmarks.peers import llama_config
-from benchmarks.record import load
+from benchmarks.records import load
+from benchmarks.trainers import TRAINERS, llama_config
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
@@ -48,18 +46,16 @@ def by_name(parts):
 
 def recorded():
     """(what, GiB, config, run) of each of our peaks in the records that the current code measured."""
-    of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none"}
+    of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none", "flags": ""}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
         found = load(record)
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if "peak_gib" in row):
-            if row["arm"] in STEP_FLAGS:
-                row |= of_step | {"arm": "all", "flags": " ".join(STEP_FLAGS[row["arm"]])}
-            if row["arm"] in SWEEP_FLAGS:
-                yield (
-                    f"{record}: {[row[key] for key in SWEEP_PLACE[1:7]]} {row['flags']}",
-                    row["peak_gib"],
-                    *run_of(row),
-                )
+            if not TRAINERS[row["trainer"]].build:
+                run = of_step | row
+                place = [
+                    run[key] for key in ("trainer", "ranks", "batch", "block", "checkpointing", "offload", "flags")
+                ]
+                yield f"{record}: {place}", row["peak_gib"], *run_of(run)
 
 
 def measured():

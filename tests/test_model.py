@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.peers import llama_config
+from benchmarks.trainers import llama_config
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
 from runtime.hf_names import hf_names

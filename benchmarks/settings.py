@@ -1,0 +1,76 @@
+"""The command line of every benchmark: `--key=value` changes a setting at the top of its file (configurator.py).
+
+Arguments after `--` go to train.py:
+
+    python bench.py sweep --offload=all --trainers=nanocria,nanocria-plain -- --compile=true
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+from configurator import SettingError, help_text, read_command_line, read_script
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+SET_BY_BENCHMARKS = {"max_iters", "out_dir", "batch_size", "block_size", "activation_checkpointing", "offload"}
+CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective
+OFFLOAD = ["none", "optimizer", "all"]
+
+
+def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_train_py=False) -> SimpleNamespace:
+    """The settings in a benchmark's `globals()`, changed by argv, and two more: `flags`, what follows --; `command`,
+    argv without --out=.
+
+    lists: setting -> the names allowed in its one,two,..., or a function that reads one; such a setting becomes a list.
+    out: the record, unless --out names another. --help prints the file's docstring and settings, and exits.
+    """
+    end = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[end + 1 :]
+    declared, values = read_script(namespace)
+    if read_command_line(argv[:end], declared, values, namespace["__file__"]):
+        settings = help_text(namespace, declared, values).partition("[--key=value]")[2]
+        print(f"{namespace['__doc__'].strip()}\n{settings}")
+        sys.exit(0)
+    if flags and not for_train_py:
+        raise SettingError(f"-- {shlex.join(flags)}: this command passes nothing on to train.py, leave them out")
+    for name in (flag.removeprefix("--").partition("=")[0] for flag in flags):
+        if name in SET_BY_BENCHMARKS:
+            raise SettingError(f"-- --{name}: each measured run sets its own; --help lists what goes before the --")
+    for name, value in values.items():
+        if type(value) in (int, float) and value <= 0:
+            raise SettingError(f"--{name}={value}: it must be above 0")
+    for name, known in (lists or {}).items():
+        values[name] = [one_of(name, part, known) for part in values[name].split(",") if part]
+        if namespace[name] and not values[name]:
+            raise SettingError(f"--{name}= is empty")
+    if "out" in values:
+        values["out"] = Path(values["out"] or ROOT / out).expanduser()
+    command = [word for word in argv if not word.startswith("--out=")]
+    return SimpleNamespace(**values, flags=flags, command=command)
+
+
+def one_of(setting: str, text: str, known: Iterable[str] | Callable):
+    if not callable(known) and text not in known:
+        raise SettingError(f"--{setting}={text}: there are {', '.join(known)}")
+    try:
+        return known(text) if callable(known) else text
+    except ValueError as error:
+        raise SettingError(f"--{setting}={text}: {error}") from None
+
+
+def whole_number(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError("whole numbers, at least 1")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Sequences x tokens: '8x2048' is (8, 2048)."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ValueError("sequences x tokens, as in 8x2048")
+    batch, block = text.split("x")
+    return int(batch), int(block)

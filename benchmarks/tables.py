@@ -1,0 +1,220 @@
+"""Tables of a record's rows: TABLES says what each kind of rows shows."""
+
+import statistics
+from collections.abc import Callable, Iterable
+
+from benchmarks.trainers import TRAINERS
+
+HEADERS = {  # of a row's keys, where they differ from the key
+    "batch": "sequences", "block": "tokens of each", "ranks": "GPUs", "tok_per_s": "tok/s", "mfu": "MFU",
+    "of_limit": "of the limit", "of_copy": "of a copy's speed", "best_peer": "speed vs. the best peer",
+    "host_us": "CPU time per launch, us", "peak_mib": "peak MiB / the leanest peer's", "config": "an update of",
+    "plain_gb_per_s": "plain GB/s", "update_gb_per_s": "GB/s", "plain_threads": "its threads",
+    "targets_per_s": "target tokens/s", "rate": "learning rate", "mean": "minus float32's",
+    "distance": "distance from float32's", "val": "validation losses, from the start to the end",
+    "gzip_bits_per_byte": "gzip -9", "xz_bits_per_byte": "xz -9",
+}  # fmt: skip
+FORMATS = {  # of a row's keys; others have two decimals below 10, one below 1,000
+    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "loss": "{:.4f}", "mean": "{:+.4f}",
+    "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
+    "xz_bits_per_byte": "{:.3f}", "gzip_bits_per_byte": "{:.3f}", "hours": "{:.2f}", "step_ms": "{:.2f}",
+    "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}", "ratio": "{:.2f}", "copy_tb_s": "{:.2f}",
+    "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`", "flags": "`{}`",
+}  # fmt: skip
+NOT_PRINTED = ("oom", "commit", "config", "steps", "reserved_gib", "limit_gib", "first_loss", "last_loss", "largest")
+
+
+def table(rows: Iterable[dict], keys: str) -> str:
+    """A markdown table with a column for each of the keys, one two ..."""
+    return markdown(map(header, keys.split()), [[cell(row, key) for key in keys.split()] for row in rows])
+
+
+def header(key: str) -> str:
+    return HEADERS.get(key, key.replace("_", " ").replace("gib", "GiB"))
+
+
+def markdown(headers: Iterable[str], lines: list[list[str]]) -> str:
+    headers = list(headers)
+    lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(row: dict, key: str) -> str:
+    """What a row says of a key: - if nothing."""
+    value = row.get(key)
+    if value is None or value == "":
+        return "out of memory" if row.get("oom") and key == "tok_per_s" else "-"
+    if key == "trainer":
+        return title(row)
+    if key in FORMATS:
+        return FORMATS[key].format(value)
+    if isinstance(value, float):
+        digits = 0 if value >= 1000 else 1
+        return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def describe(row: dict) -> str:
+    """A row as printed during a run: its names and numbers, or why there are none."""
+    if "functions" in row:
+        row = row | {"shape": shape(row)} | microseconds(row)
+    shown = [key for key, value in row.items() if value and isinstance(value, str | int | float)]
+    cells = [f"{key} {cell(row, key)}" for key in shown if key not in NOT_PRINTED]
+    return "  ".join([*cells, "out of memory"] if row.get("oom") else cells)
+
+
+def is_measured(row: dict) -> bool:
+    """Neither out of memory nor failed."""
+    return "tok_per_s" in row
+
+
+def title(row: dict) -> str:
+    trainer = row["trainer"]
+    return TRAINERS[trainer].title if trainer in TRAINERS else f"`{trainer}`"
+
+
+def side_by_side(rows: Iterable[dict], keys: str) -> str:
+    """Tokens per second and peak GiB, with a column for each trainer and a line for each place, named by the keys."""
+    lines = {}
+    for row in rows:
+        place = tuple(cell(row, key) for key in keys.split())
+        lines.setdefault(place, {})[title(row)] = speed_and_memory(row)
+    titles = list(dict.fromkeys(name for line in lines.values() for name in line))
+    cells = [[*place, *(line.get(name, "-") for name in titles)] for place, line in lines.items()]
+    return markdown([*map(header, keys.split()), *titles], cells)
+
+
+def speed_and_memory(row: dict) -> str:
+    return "{tok_per_s:,.0f} · {peak_gib:.1f}".format(**row) if is_measured(row) else "out of memory"
+
+
+# --- Tables of more than a row's keys ---
+
+
+def sweep_table(rows: list[dict]) -> str:
+    """All points, by size, with the settings that differ between them."""
+    order = list(TRAINERS)
+    rows = sorted(rows, key=lambda row: (row["batch"], row["block"], order.index(row["trainer"])))
+    settings = ("checkpointing", "offload", "flags")
+    return side_by_side(rows, " ".join(["batch", "block", *(key for key in settings if differs(rows, key))]))
+
+
+def differs(rows: list[dict], key: str) -> bool:
+    return len({row[key] for row in rows}) > 1
+
+
+def adapters_table(rows: list[dict]) -> str:
+    rows = sorted(filter(is_measured, rows), key=lambda row: (row["batch"] * row["block"], row["batch"], title(row)))
+    return table(rows, "batch block trainer checkpointing flags tok_per_s peak_gib")
+
+
+def qlora_table(rows: list[dict]) -> str:
+    """The fastest settings of each trainer at each size that fits all three."""
+    trainers = ("nanocria-qlora-fp8", "nanocria-qlora", "hf-liger-qlora")
+    rows = [row for row in rows if is_measured(row) and row["trainer"] in trainers and row["block"] <= 32768]
+    rows.sort(key=lambda row: (row["batch"] * row["block"], row["batch"], row["tok_per_s"]))  # the last one counts
+    return side_by_side(rows, "batch block")
+
+
+def last_third(numbers: Iterable[float]) -> float:
+    """The mean of the last third of the numbers."""
+    numbers = list(numbers)
+    return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
+
+
+def losses_table(rows: list[dict], keys="trainer loss mean distance") -> str:
+    """The mean loss over the last third of the steps; its mean and mean absolute difference from float32's there."""
+    lines = []
+    for row in rows:
+        if "losses" not in row:
+            continue
+        line = row | {"loss": last_third(row["losses"])}
+        for other in rows:
+            is_reference = other.get("trainer") == "float32" and other is not row
+            if is_reference and len(other.get("losses", [])) == len(row["losses"]):
+                differences = [loss - exact for loss, exact in zip(row["losses"], other["losses"], strict=True)]
+                line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
+        lines.append(line)
+    return table(lines, keys)
+
+
+def finetune_table(rows: list[dict]) -> str:
+    lines = [row | {"val": ", ".join(f"{loss:.4f}" for _, loss in row["val"])} for row in rows if "val" in row]
+    return losses_table(lines, "trainer steps rate loss val")
+
+
+def ladder_table(rows: list[dict]) -> str:
+    """For each model and technique: the memory of one sequence, and the largest batch that fits."""
+    lines = {}
+    for row in rows:
+        line = lines.setdefault((row["model"], row["technique"]), {"batch": 0, "one_sequence_gib": "out of memory"})
+        if is_measured(row) and row["batch"] == 1:
+            line["one_sequence_gib"] = row["peak_gib"]
+        if is_measured(row) and row["batch"] > line["batch"]:
+            line |= row
+        line |= {"model": row["model"], "technique": row["technique"]}
+    return table(lines.values(), "model technique one_sequence_gib batch tok_per_s peak_gib cpu_gib")
+
+
+def microseconds(row: dict) -> dict[str, float]:
+    """The median of each function that was measured."""
+    return {name: result["us"][1] for name, result in row["functions"].items() if "us" in result}
+
+
+def kernels_table(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        times = microseconds(row)
+        peaks = {name: result["peak_mib"] for name, result in row["functions"].items() if "peak_mib" in result}
+        peers = [name for name in times if not name.startswith("nanocria")]
+        line = {"op": row["op"], "pass": row["pass"], "shape": shape(row)}
+        if "nanocria" in times and peers:
+            fastest = min(peers, key=times.get)
+            leanest = min(peers, key=peaks.get)
+            line |= {
+                "us": times["nanocria"],
+                "of_limit": row["floor_us"] / times["nanocria"],
+                "best_peer": f"{times[fastest] / times['nanocria']:.2f} x {fastest}",
+                "host_us": row["functions"]["nanocria"]["host_us"],
+                "peak_mib": f"{peaks['nanocria']:,.0f} / {peaks[leanest]:,.0f} {leanest}",
+            }
+        lines.append(line)
+    return table(lines, "op shape pass us of_limit best_peer host_us peak_mib")
+
+
+def shape(row: dict) -> str:
+    return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
+
+
+# --- All of them ---
+
+POINT = "batch block checkpointing trainer ranks ms_per_step tok_per_s mfu peak_gib estimated_gib"
+TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -> kind of rows -> keys, or a function
+    "step": {"points": lambda rows: side_by_side(rows, "batch block checkpointing"), "breakdown": "part ms floor_ms",
+             "baby": "trainer ms_per_step tok_per_s"},
+    "sweep": {"batch": sweep_table, "seq": sweep_table},
+    "--preset=finetune": {"batch": adapters_table},
+    "ladder": {"points": ladder_table, "losses": lambda rows: losses_table(rows, "model technique loss")},
+    "gpus": {"scaling": POINT, "8b": POINT, "optimizers": POINT,
+             "saves": "ranks checkpoint_bytes seconds_without seconds_with cost resume_seconds",
+             "memory": "ranks cpu_gib saved_cpu_gib resumed_cpu_gib checkpoint_bytes save_seconds resume_seconds"},
+    "finetune": {"runs": finetune_table, "packing": "trainer targets_per_s"},
+    "losses": {"runs": losses_table},
+    "kernels": {"rows": kernels_table},
+    "generate": {"points": "batch trainer tok_per_s step_ms of_copy"},
+    "disk": {"drives": "config flags bytes update_gb_per_s plain_gb_per_s plain_threads ratio"},
+    "snapshot": {"rows": "batch block checkpointing trainer peak_gib"},
+}  # fmt: skip
+RUNS = ("command device train_seconds tok_per_s peak_gib val_loss bits_per_byte gzip_bits_per_byte xz_bits_per_byte "
+        "record")  # fmt: skip
+
+
+def of_record(record: dict) -> dict[str, str]:
+    """The tables of a record, by kind of rows."""
+    command = next((word for word in record["command"].split() if word in TABLES), "sweep")
+    tables = {}
+    for kind, how in TABLES[command].items():
+        rows = record.get(kind)
+        if rows:
+            tables[kind] = table(rows, how) if isinstance(how, str) else how(rows)
+    return tables

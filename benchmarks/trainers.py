@@ -1,0 +1,494 @@
+"""The trainers that are compared: the table TRAINERS at the end of this file, and how its peers are built.
+
+Each peer is written as its authors would and at its best. To compare with another trainer, write one function, which
+takes (config, checkpointing, device) and returns its model, a function from tokens and targets (B, T) to the loss, and
+its optimizer, and add it to the table:
+
+    python bench.py step --trainers=nanocria,mine
+
+measure() trains a peer for some steps on the text that nanocria is measured on. Under torchrun, recipe and torchtitan
+are sharded over the ranks. PyTorch's allocator uses expandable segments, as in train.py.
+"""
+
+import gc
+import itertools
+import os
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import plain_llama
+from benchmarks.settings import ROOT
+from configurator import preview
+from data.loader import open_dataset
+from data.write import cpu_cores
+from model import Llama, LlamaConfig
+from runtime import memory_stats
+from runtime.device import send_to_cpu
+from runtime.hf_config import write_config
+from runtime.run_log import peak_flops
+
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+SEED = 1337
+LEARNING_RATE = 1e-4
+
+
+def llama_config(path: str, **changes) -> LlamaConfig:
+    """The model that a config file of train.py describes, with pystdlib's vocabulary if the file does not set one."""
+    settings = preview(ROOT / "train.py", [str(ROOT / path)]) | changes
+    settings["vocab_size"] = settings["vocab_size"] or 257
+    return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained_parameters(model), fused=True, **ADAMW)
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, device) -> None:
+    """Random weights, drawn on the device, each rank for its own part; norms 1."""
+    for parameter in model.parameters():
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.ndim == 1:
+            part.fill_(1.0)
+        else:
+            part.copy_(0.02 * torch.randn(part.shape, device=device))
+
+
+# --- torchtitan, and its recipe ---
+
+
+def recipe(c: LlamaConfig, checkpointing: str, device, reshard=True, fp8=False):
+    """What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2 with
+    fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It has three advantages over the
+    original: the head is tied to the embedding (262 million fewer parameters), RoPE is real-valued (inductor cannot
+    fuse torchtitan's complex product), and selective checkpointing keeps cuDNN's attention (torchtitan keeps flash's
+    and recomputes cuDNN's).
+
+    reshard=False: the blocks' weights stay gathered from forward to backward. fp8: torchao's float8 in the blocks,
+    rowwise scales and weight gradients in bfloat16, as ours: the faster of its rowwise recipes for this model.
+    """
+    with torch.device("meta"):
+        model = recipe_model(c)
+    if fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+    options = fsdp_options(device)
+    for i, block in enumerate(model.layers):
+        # compile the block inside FSDP: the compiler cannot trace FSDP's hooks, so they stay outside the graph
+        model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
+        fully_shard(model.layers[i], reshard_after_forward=reshard, **options)
+    if not c.tie_embeddings:  # torchtitan's groups; a tied weight belongs to both ends, so to the root
+        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    materialize(model, device)
+    loss = torch.compile(whole_loss)
+    return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
+
+
+class RecipeAttention(plain_llama.Attention):
+    """K and V repeated for each query head, as in torchtitan; cuDNN's attention if it can."""
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+    def forward(self, x, cos, sin):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
+        q = plain_llama.rotate(q, cos, sin)  # (B, T, H, D)
+        k = plain_llama.rotate(k, cos, sin)
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(self.backends, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def recipe_model(c: LlamaConfig) -> plain_llama.PlainLlama:
+    model = plain_llama.PlainLlama(c)
+    for layer in model.layers:
+        layer.attn = RecipeAttention(c)
+    return model
+
+
+def materialize(model: plain_llama.PlainLlama, device) -> plain_llama.PlainLlama:
+    """Move from the meta device to this one, with random weights."""
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:  # to_empty gave the head a separate weight
+        model.lm_head.weight = model.tok_embeddings.weight
+    randomize(model, device)
+    return model
+
+
+def whole_loss(logits, targets):
+    """The mean cross-entropy of whole logits (B, T, V). Compiled, it never writes their fp32 copy."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def kept_ops() -> set:
+    aten = torch.ops.aten
+    backends = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+    return {aten.mm.default, *(getattr(aten, f"_scaled_dot_product_{name}").default for name in backends)}
+
+
+def every_second_matmul():
+    """torchtitan's 'op' policy: keep attention and the first, third, fifth, ... matmul of a block."""
+    n_matmuls = Counter()  # forward and recomputation count separately
+    keep = kept_ops()
+
+    def policy(ctx, op, *args, **kwargs):
+        is_matmul = op == torch.ops.aten.mm.default
+        n_matmuls[ctx.is_recompute] += is_matmul
+        if op in keep and not (is_matmul and n_matmuls[ctx.is_recompute] % 2 == 0):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
+    if checkpointing == "none":
+        return block
+    options = {"context_fn": every_second_matmul} if checkpointing == "selective" else {}
+    return checkpoint_wrapper(block, preserve_rng_state=False, **options)
+
+
+def mesh_of_all_ranks(device: torch.device):
+    store = {"store": dist.HashStore()} if RANKS == 1 else {}  # else torchrun's
+    # gloo beside NCCL: the norm of offloaded gradients is summed on the CPU
+    backend, bound = ("cpu:gloo,cuda:nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    dist.init_process_group(backend, rank=RANK, world_size=RANKS, **store, **bound)
+    return init_device_mesh(device.type, (RANKS,))
+
+
+def fsdp_options(device: torch.device) -> dict:
+    # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
+
+
+def torchtitan(c: LlamaConfig, checkpointing: str, device):
+    """The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config.job_config import ActivationCheckpoint, Compile
+    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    scaling = c.rope_scaling or {"factor": 1.0}
+    scaling = {"scaling_factor" if key == "factor" else key: value for key, value in scaling.items()}
+    multiplier = (c.ffn_dim + 0.5) / int(8 * c.n_embd / 3)  # of its default width; it rounds the product down
+    args = TransformerModelArgs(
+        dim=c.n_embd, n_layers=c.n_layer, n_heads=c.n_head, n_kv_heads=c.n_kv_head, vocab_size=c.vocab_size,
+        ffn_dim_multiplier=multiplier, multiple_of=1, norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+        rope_scaling_args=RoPEScalingArgs(**scaling), max_seq_len=c.block_size,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Transformer(args)
+    # on one rank parallelize_llama uses autocast instead of FSDP; so call its parts here, in the same order
+    if checkpointing != "none":
+        checkpoint = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
+        saved = parallelize._op_sac_save_list
+        parallelize.apply_ac(model, checkpoint, model_compile_enabled=True, op_sac_save_list=saved)
+    parallelize.apply_compile(model, Compile(enable=True))
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    parallelize.apply_fsdp(model, mesh_of_all_ranks(device), pp_enabled=False, **dtypes)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+    loss = torch.compile(cross_entropy_loss)
+    return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
+
+
+# --- Hugging Face ---
+
+
+def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=False, dtype=torch.bfloat16):
+    """transformers' LlamaForCausalLM and its loss.
+
+    compile_mode: under torch.compile, with causal attention without a mask, as transformers does uncompiled;
+    reduce-overhead replays CUDA graphs. liger: with Liger-Kernel's patches, including its fused linear cross-entropy.
+    """
+    import transformers
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    hf_config = transformers.LlamaConfig(**write_config(c, "bytes", "bfloat16", {}, {}), use_cache=False)
+    with torch.device(device):  # from_config, unlike .to(dtype), leaves RoPE's frequencies in fp32
+        options = {"dtype": dtype, "attn_implementation": "sdpa"}
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile_mode:
+        from transformers.models.llama import modeling_llama
+
+        modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would build a (T, T) mask
+    run = torch.compile(model, mode=compile_mode) if compile_mode else model
+    # shift_labels: the targets are shifted already
+    return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+
+def hf(c: LlamaConfig, checkpointing: str, device, **options):
+    """transformers' model in pure bf16: weights, gradients and optimizer states."""
+    model, loss_of = hf_model(c, checkpointing, device, **options)
+    return model, loss_of, adamw(model)
+
+
+def hf_liger_8bit(c: LlamaConfig, checkpointing: str, device):
+    """hf-liger with bitsandbytes' 8-bit AdamW."""
+    import bitsandbytes
+
+    model, loss_of = hf_model(c, checkpointing, device, liger=True)
+    return model, loss_of, bitsandbytes.optim.AdamW8bit(trained_parameters(model), **ADAMW)
+
+
+def hf_liger_galore(c: LlamaConfig, checkpointing: str, device):
+    """hf-liger with galore-torch's 8-bit GaLore, of rank 128 and otherwise its own defaults, on the matrices."""
+    from galore_torch import GaLoreAdamW8bit
+
+    model, loss_of = hf_model(c, checkpointing, device, liger=True)
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in trained_parameters(model) if not any(p is matrix for matrix in matrices)]
+    galore = {"params": matrices, "rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    return model, loss_of, GaLoreAdamW8bit([{"params": others}, galore], **ADAMW)
+
+
+def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
+    """hf with liger, frozen in bfloat16, or bitsandbytes' NF4 with double quantisation, and peft's adapters of rank 16
+    on its seven projections, in float32 under autocast, peft's default."""
+    model, _ = hf_model(c, checkpointing, device, liger=True)
+    if nf4:
+        quantize_as_bitsandbytes(model.model.layers, device)
+    model = with_peft(model)
+    for module in model.modules():  # no float32 copies of the inputs: autocast rounds them anyway, so copies would only
+        module.cast_input_dtype_enabled = False  # cost time and memory; peft's 4-bit layers skip them under autocast
+
+    def loss_of(tokens, targets):
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+    return model, loss_of, adamw(model)
+
+
+def with_peft(model: nn.Module) -> nn.Module:
+    import peft
+
+    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, adapters)
+
+
+def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
+    import bitsandbytes
+
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                packed = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, device="meta"
+                )
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.detach().cpu(),  # quantised on its way to the GPU
+                    requires_grad=False, quant_type="nf4", compress_statistics=True,
+                )  # fmt: skip
+                setattr(module, name, packed.to(device))
+
+
+def hf_masters(c: LlamaConfig, checkpointing: str, device, liger=False, offload=False):
+    """float32 weights, gradients and optimizer states, which FSDP2 casts to bf16 for forward and backward, block by
+    block. offload: all of them in CPU memory, where AdamW runs too."""
+    model, loss_of = hf_model(c, checkpointing, "meta", liger=liger, dtype=torch.float32)
+    options = fsdp_options(device)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)  # embedding and head: one parameter if tied
+    model.to_empty(device="cpu" if offload else device)
+    if c.tie_embeddings:  # to_empty gave the head a separate weight
+        model.lm_head.weight = model.model.embed_tokens.weight
+    randomize(model, device)
+    torch.cuda.empty_cache()  # of the random draws
+    with torch.device(device):  # its frequencies are not parameters
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    if offload:
+        torch.set_num_threads(max(1, cpu_cores() // RANKS))  # AdamW's
+    return model, loss_of, adamw(model)
+
+
+# --- The step, and its measurement ---
+
+
+def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callable[[], list[float]]:
+    """Launch forward, backward, clip and update; return a function that waits for the loss and the gradient norm."""
+    loss = loss_of(tokens, targets)
+    loss.backward()
+    grads = [parameter.grad for parameter in trained_parameters(model)]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=True)
+    optimizer.step()
+    del grads
+    optimizer.zero_grad()
+    # an offloaded model's norm is on the CPU
+    return send_to_cpu(torch.stack([loss.detach().float(), norm.float().to(loss.device)]))
+
+
+def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
+    """This rank's tokens (n_batches, B, T + 1) of pystdlib: the same as train.py reads.
+
+    A matmul's speed depends on its numbers, and random tokens would give other gradients of the logits.
+    """
+    text, _ = open_dataset("pystdlib", block, SEED)
+    tokens = text.sequences(0, n_batches * RANKS * batch).unflatten(0, (n_batches, RANKS, batch))
+    return tokens[:, RANK].to(device)
+
+
+def over_ranks(values: list[float], op, device) -> list[float]:
+    values = torch.tensor(values, device=device)
+    if RANKS > 1:
+        dist.all_reduce(values, op)
+    return values.tolist()
+
+
+def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
+    """MFU of one GPU, by train.py's count of FLOPs; None if the card's peak is unknown. frozen: under adapters."""
+    peak = peak_flops(torch.cuda.get_device_name())
+    with torch.device("meta"):
+        model = Llama(config).requires_grad_(not frozen)
+    return model.flops_per_token(config.block_size) * tok_per_s / peak if peak else None
+
+
+def own_device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def measure(
+    trainer: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=5, history="", **changes
+) -> dict:
+    """Train a peer for warmup + steps: the median step, the peak memory of the rank that needs most, and tokens per
+    second and losses over all ranks. batch: per rank. warmup 5: any later step is as fast as the fifth. history: a file
+    for PyTorch's record of all allocations.
+    """
+    device = own_device()
+    torch.cuda.set_device(device)
+    memory_stats.let_segments_grow()
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(SEED)
+    c = llama_config(config, block_size=block, **changes)
+    model, loss_of, optimizer = TRAINERS[trainer].build(c, checkpointing, device)
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    losses = []
+    ends = []
+    unread = deque()
+    data = batches(warmup + steps, batch, block, device)
+    data[-1] = data[0]  # the same tokens in the first and the last step, so that their losses are comparable
+    for step, blocks in enumerate(data):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # without a warm-up 8B's loss first rises
+        if step == warmup:
+            gc.collect()
+            gc.disable()  # as in torchtitan: no collection in the middle of a step
+            torch.cuda.reset_peak_memory_stats()
+            ends = [time.perf_counter()]
+        unread.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()))
+        # As in train.py: read the loss after launching the next step, so that the GPU never waits.
+        while len(unread) > (step + 1 not in (warmup, len(data))):
+            losses.append(unread.popleft()()[0])
+            ends.append(time.perf_counter())
+    if history:
+        torch.cuda.memory._dump_snapshot(history)
+    seconds = statistics.median(end - began for began, end in itertools.pairwise(ends))
+    tok_per_s = RANKS * batch * block / seconds
+    first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
+    if not last < first:  # or NaN
+        return {"failed": f"it does not train: its loss went from {first} to {last}"}
+    peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+    peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
+    return {
+        "ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib,
+        "mfu": mfu(c, tok_per_s / RANKS, "lora" in trainer), "first_loss": first, "last_loss": last,
+    }  # fmt: skip
+
+
+# --- The table ---
+
+
+class Trainer(NamedTuple):
+    title: str  # in tables
+    build: Callable | None = None  # of a peer; None: train.py itself
+    requires: str = ""  # a peer's packages
+    flags: str = ""  # train.py's
+
+
+PLAIN = "--kernels=none --attention=sdpa"
+LORA = "--lora_rank=16"
+QLORA = f"{LORA} --base_dtype=nf4"
+FP8 = "--fp8=true"
+OF_8 = "--gradient_accumulation_steps=8 --cooldown_iters=0"  # config/linux_114m.py's step in 8 micro-batches
+HF = "transformers>=5.17,<6"
+LIGER = f"{HF} liger_kernel==0.8.5"
+PEFT = f"{LIGER} peft>=0.21,<0.22"
+BITS = "bitsandbytes>=0.50,<0.51"
+TRAINERS = {
+    "nanocria": Trainer("nanocria"),
+    "nanocria-fp8": Trainer("nanocria, fp8", flags=FP8),
+    "nanocria-float32": Trainer("nanocria, float32", flags="--dtype=float32"),
+    "nanocria-long": Trainer("nanocria, activations on the CPU", flags="--offload_activations=true"),
+    "nanocria-unfused": Trainer("nanocria, unfused loss", flags="--kernels=blocks"),
+    "nanocria-plain": Trainer("nanocria, plain PyTorch", flags=PLAIN),
+    "nanocria-lora": Trainer("nanocria, LoRA", flags=LORA),
+    "nanocria-lora-fp8": Trainer("nanocria, LoRA, float8", flags=f"{LORA} {FP8}"),
+    "nanocria-qlora": Trainer("nanocria, QLoRA", flags=QLORA),
+    "nanocria-qlora-fp8": Trainer("nanocria, QLoRA, float8", flags=f"{QLORA} {FP8}"),
+    "nanocria-galore": Trainer("nanocria, GaLore", flags="--optimizer=galore"),
+    "nanocria-zero2": Trainer("nanocria, ZeRO-2", flags="--sharding=zero2"),
+    "nanocria-nccl": Trainer("nanocria, NCCL alone", flags="--copy_engines=false"),
+    "nanocria-adamw": Trainer("nanocria, AdamW", flags=f"--optimizer=adamw {OF_8}"),
+    "nanocria-muon": Trainer("nanocria, Muon", flags=f"--optimizer=muon {OF_8}"),
+    "nanocria-normuon": Trainer("nanocria, NorMuon", flags=f"--optimizer=normuon {OF_8}"),
+    "recipe": Trainer("torchtitan's recipe", recipe),
+    "recipe-fp8": Trainer("torchtitan's recipe, fp8", partial(recipe, fp8=True), "torchao>=0.17,<0.18"),
+    "recipe-zero2": Trainer("torchtitan's recipe, ZeRO-2", partial(recipe, reshard=False)),
+    "torchtitan": Trainer("torchtitan", torchtitan, "torchtitan<0.3"),
+    # pure bfloat16
+    "hf": Trainer("Hugging Face", hf, HF),
+    "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default"), HF),
+    "hf-graphs": Trainer("Hugging Face compiled, CUDA graphs", partial(hf, compile_mode="reduce-overhead"), HF),
+    "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger=True), LIGER),
+    "hf-liger-8bit": Trainer("Hugging Face + Liger + bitsandbytes", hf_liger_8bit, f"{LIGER} {BITS}"),
+    "hf-liger-galore": Trainer("Hugging Face + Liger + GaLore", hf_liger_galore, f"{LIGER} {BITS} galore-torch==1.0"),
+    # adapters
+    "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora, PEFT),
+    "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True), f"{PEFT} {BITS}"),
+    # float32 weights, bfloat16 compute
+    "hf-masters": Trainer("Hugging Face", hf_masters, HF),
+    "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True), LIGER),
+    "hf-offload": Trainer("Hugging Face", partial(hf_masters, offload=True), HF),
+    "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True, offload=True), LIGER),
+}

@@ -1,0 +1,407 @@
+"""What the benchmarks run and record: processes, records, sweeps, the ladder, several GPUs. Nothing is timed."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import child, gpus, ladder, records, runner, settings, snapshot, step, sweep, tables
+from benchmarks.records import Record
+from runtime import memory_stats
+from runtime.checkpoint import load_model
+from tests.runs import step_losses, wait_until
+
+HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}}
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(tmp_path / "record.json", HEAD)
+
+
+# --- Processes ---
+
+
+def test_a_process_hands_over_the_last_object_that_it_prints():
+    prints = "print('{not json'); print('{\"a\": 1}'); print('bye')"
+    assert runner.run(["-c", prints])[0] == {"a": 1}
+    result, printed = runner.run(["-c", prints + "; raise SystemExit('Bang')"])
+    assert result is None and "Bang" in printed
+
+
+def test_functions_are_called_in_separate_processes():
+    assert runner.call("records.load", ranks=2, name="step") == records.load("step")
+    assert "no_such.json" in runner.call("records.load", name="no_such")["failed"]
+
+
+def test_a_process_without_a_result_says_why():
+    torchrun = "\nW1121 13:03:42.252000 4728 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\nError\n==="
+    assert runner.failure("ValueError: this is it" + torchrun) == {"failed": "ValueError: this is it"}
+    assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + torchrun) == {"oom": True}
+    missing = runner.failure("Traceback\nModuleNotFoundError: No module named 'torchtitan.models'")
+    assert missing["missing"].endswith("pip install 'torchtitan<0.3'")
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_point_that_hangs_or_is_interrupted_is_killed_with_its_ranks(tmp_path, interrupt):
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text(
+        f"import os, time\nopen({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    script = (
+        "import signal, sys; from benchmarks import runner\n"
+        "signal.signal(signal.SIGTERM, runner.leave)\n"
+        f"runner.TIMEOUT = {600 if interrupt else 20}\n"
+        f"print(runner.run([{str(hangs)!r}], ranks=2))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=settings.ROOT, stdout=subprocess.PIPE, text=True)
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+    if interrupt:
+        process.terminate()
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == (143 if interrupt else 0) and ("took longer" in printed) == (not interrupt)
+    wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
+
+
+def test_memory_limit_is_enforced(tmp_path, monkeypatch, capsys):
+    fractions = []
+    card = SimpleNamespace(total_memory=96 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: fractions.append(fraction))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", ["as it was"])
+    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    child.within("24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8")
+    child.within("96", "-m", "this")
+    assert fractions == [(0.25, 3), (1.0, 3)]
+    printed = capsys.readouterr().out
+    assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
+    with pytest.raises(SystemExit, match="choose less"):
+        child.within("200", "-m", "this")
+
+
+# --- Records ---
+
+
+def fill(path, rows, keep=False, **head):
+    record = Record(path, HEAD | head, keep)
+    for trainer, speed in rows.items():
+        record.measure("points", {"trainer": trainer}, lambda speed=speed: {"tok_per_s": speed})
+    return json.loads(path.read_text())
+
+
+def test_a_record_is_continued_by_the_same_commit_on_the_same_card_or_with_keep(tmp_path):
+    def speeds(data):
+        return {row["trainer"]: (row["tok_per_s"], row["commit"]) for row in data["points"]}
+
+    path = tmp_path / "new" / "record.json"
+    fill(path, {"hf": 1.0, "recipe": 2.0})
+    again = fill(path, {"hf": 9.0, "mine": 3.0}, command="python bench.py step --trainers=hf,mine")
+    assert speeds(again) == {"hf": (1.0, "abc"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}, "hf is not repeated"
+    assert again["command"] == "python bench.py step && python bench.py step --trainers=hf,mine"
+    kept = fill(path, {"hf": 9.0}, keep=True, versions={"nanocria": "def", "torch": "2"})
+    assert speeds(kept) == {"hf": (9.0, "def"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}
+    assert kept["versions"]["nanocria"] == "abc, def"
+    for change in ({"versions": {"nanocria": "ghi"}}, {"device": "other"}, {"versions": {"nanocria": "def-dirty"}}):
+        path.write_text(json.dumps(kept))
+        assert list(speeds(fill(path, {"hf": 5.0}, **change))) == ["hf"], change
+    path.write_text(json.dumps(kept))
+    newer = {"nanocria": "def", "torch": "3"}
+    assert list(speeds(fill(path, {"hf": 5.0}, keep=True, versions=newer))) == ["hf"], "another PyTorch"
+
+
+def test_two_processes_on_two_cards_fill_one_record(tmp_path):
+    path = tmp_path / "record.json"
+    record = Record(path, HEAD)
+    record.measure("points", {"trainer": "recipe"}, lambda: {"tok_per_s": 1.0})
+    fill(path, {"hf": 2.0})
+    record.measure("points", {"trainer": "torchtitan"}, lambda: {"tok_per_s": 3.0})
+    assert [row["trainer"] for row in json.loads(path.read_text())["points"]] == ["recipe", "hf", "torchtitan"]
+
+
+def test_a_failure_is_not_recorded_and_a_missing_trainer_is_tried_once(record):
+    ran = []
+
+    def measure(**row):
+        ran.append(row)
+        return row
+
+    for _ in range(2):
+        record.measure("points", {"trainer": "torchtitan", "batch": len(ran)}, measure, missing="No module")
+    record.measure("points", {"trainer": "hf"}, measure, failed="Bang")
+    record.measure("points", {"trainer": "hf-liger"}, measure, oom=True)
+    assert len(ran) == 3 and [row["trainer"] for row in json.loads(record.path.read_text())["points"]] == ["hf-liger"]
+
+
+def test_a_file_that_is_not_a_record_is_not_overwritten(tmp_path):
+    for text in ("", "[1]", "{}"):
+        (tmp_path / "list.json").write_text(text)
+        with pytest.raises(SystemExit, match="not a benchmark record"):
+            Record(tmp_path / "list.json", HEAD)
+        assert (tmp_path / "list.json").read_text() == text
+
+
+def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
+    def git(*words):
+        words = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records.run_log, "git_commit", lambda: git("describe", "--always", "--dirty"))
+    (tmp_path / "benchmarks" / "records").mkdir(parents=True)
+    names = {"README.md": "", "benchmarks/records/step.json": "", "train.py": "-dirty"}
+    for name in names:
+        (tmp_path / name).write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    commit = git("describe", "--always")
+    for name, dirty in names.items():
+        (tmp_path / name).write_text("2")
+        assert records.commit() == commit + dirty, name
+
+
+# --- What is run ---
+
+
+class Card:
+    """Stands for a card with room for so many tokens per step; records what was run, and within how many GiB."""
+
+    def __init__(self, monkeypatch, tokens=5000):
+        self.tokens, self.ran, self.limits = tokens, [], set()
+        monkeypatch.setattr(runner, "run", self.run)
+        monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
+
+    def run(self, command, ranks=1, limit_gib=None):
+        self.ran.append((ranks, *command))
+        self.limits.add(limit_gib)
+        if command[0] == "train.py":
+            flags = dict(word[2:].split("=") for word in command if word.startswith("--"))
+            size, folder = int(flags["batch_size"]) * int(flags["block_size"]), Path(flags["out_dir"])
+        else:
+            spec = json.loads(command[-1])
+            size, folder = spec["batch"] * spec["block"], None
+        if size > self.tokens:
+            return None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate much."
+        numbers = {"ms_per_step": 1.0, "tok_per_s": 1000.0 * size, "mfu": 0.4, "peak_gib": size / 1000}
+        if folder is None:
+            return numbers, ""
+        (folder / "summary.json").write_text(json.dumps(numbers))
+        return None, "much text"
+
+
+def rows_of(record, *kinds):
+    return [row for kind in kinds for row in record.data.get(kind, [])]
+
+
+def test_without_settings_the_batch_grows_until_nothing_fits(monkeypatch, record):
+    card = Card(monkeypatch, tokens=300 * 1024)
+    sweep.grow(sweep.parse([], 1), record)
+    found = [(row["batch"], row["block"], row["oom"]) for row in rows_of(record, "batch")]
+    assert found == [(b, 1024, False) for b in (1, 4, 8, 16, 32, 64, 96, 112, 224)] + [(448, 1024, True)]
+    ranks, script, config, *flags = card.ran[3]
+    assert (ranks, script, config) == (1, "train.py", "config/llama32_1b.py")
+    assert {"--batch_size=16", "--block_size=1024", "--offload=none", "--activation_checkpointing=none"} < set(flags)
+    table = tables.of_record(record.data | {"command": "python bench.py sweep"})["batch"]
+    assert "| 224 | 1,024 | 229,376,000 · 229.4 |" in table and "| 448 | 1,024 | out of memory |" in table
+
+
+def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(monkeypatch, record):
+    card = Card(monkeypatch, tokens=3 * 1024)
+    s = sweep.parse(["--preset=study"], 1)
+    sweep.grow(s, record)
+    assert s.out == settings.RECORDS / "study.json" and s.command == ["--preset=study"]
+    assert [row["batch"] for row in rows_of(record, "batch")] == [1] * 6 + [4] * 6
+    assert [row["block"] for row in rows_of(record, "seq")] == [512] * 6 + [1024] * 6
+    assert card.limits == {24} and {row["offload"] for row in rows_of(record, "batch", "seq")} == {"all"}
+    plain, unfused, ours, long, hf, liger = card.ran[:6]
+    assert {"--kernels=none", "--offload=all"} < set(plain)
+    assert "--kernels=blocks" in unfused and "--offload_activations=true" in long and "--offload=all" in ours
+    assert json.loads(hf[-1]) | {"trainer": "hf-offload", "checkpointing": "full", "warmup": 2} == json.loads(hf[-1])
+
+
+def test_a_trainer_out_of_memory_is_not_tried_with_more_and_the_others_go_on(monkeypatch, record):
+    Card(monkeypatch)
+    steps = lambda trainer, *_, batch, **__: {"oom": True} if trainer.endswith("plain") else {"tok_per_s": 1.0}  # noqa: E731
+    monkeypatch.setattr(runner, "train_steps", steps)
+    sweep.grow(sweep.parse(["--trainers=nanocria-plain,nanocria,hf-masters", "--batches=4,1"], 1), record)
+    found = [(row["trainer"], row["batch"]) for row in rows_of(record, "batch")]
+    assert found == [("nanocria-plain", 1), ("nanocria", 1), ("hf-masters", 1), ("nanocria", 4), ("hf-masters", 4)]
+
+
+def test_each_offload_and_checkpointing_is_a_series(monkeypatch):
+    words = ["--offload=none,all", "--checkpointing=none,selective", "--trainers=nanocria,hf-masters,recipe"]
+    series = sweep.all_series(sweep.parse(words, 1))
+    assert series == [
+        ("nanocria", "none", "none"), ("hf-masters", "none", "none"), ("recipe", "none", "none"),
+        ("nanocria", "none", "all"), ("nanocria", "selective", "none"), ("recipe", "selective", "none"),
+        ("nanocria", "selective", "all"),
+    ]  # fmt: skip
+
+
+def test_adapters_stand_on_random_weights(monkeypatch, tmp_path, record):
+    mine = tmp_path / "tiny.py"
+    mine.write_text("n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 64, 128, 500\n")
+    base = runner.random_base(str(mine)).name
+    weights = load_model(base).state_dict()
+    sizes = [(w.std() if w.ndim > 1 else w.mean() / 50).item() for w in weights.values()]
+    assert sizes == pytest.approx([0.02] * len(sizes), rel=0.1)
+    card = Card(monkeypatch, tokens=10_000)
+    sweep.grow(sweep.parse(["--trainers=nanocria-lora,hf-liger-qlora", f"--config={mine}", "--batches=2"], 1), record)
+    ours, theirs = card.ran
+    assert f"--init_from={base}" in ours and "--lora_rank=16" in ours and "hf-liger-qlora" in theirs[-1]
+
+
+def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monkeypatch, record):
+    monkeypatch.setattr(runner, "random_base", lambda config: SimpleNamespace(name="base"))
+    card = Card(monkeypatch, tokens=40_000)
+    sweep.finetune(sweep.parse(["--preset=finetune", "--steps=3", "--", "--seed=2"], 1), record)
+    rows = rows_of(record, "batch")
+    found = {(row["trainer"], row["batch"], row["block"], row["checkpointing"], row["flags"]) for row in rows}
+    on_cpu = "--offload_activations=true --seed=2"
+    assert len(rows) == 23 and card.limits == {24} and {row.get("steps") for row in rows} == {3}
+    assert found >= {
+        ("nanocria-qlora", 2, 2048, "none", "--cuda_graph=true --seed=2"), ("hf-liger-qlora", 2, 2048, "none", ""),
+        ("nanocria-lora", 2, 2048, "selective", "--cuda_graph=true --seed=2"), ("hf-liger-lora", 2, 2048, "full", ""),
+        ("nanocria-qlora-fp8", 4, 8192, "selective", on_cpu), ("nanocria-qlora", 1, 131072, "full", on_cpu),
+    }  # fmt: skip
+
+
+def test_an_unmeasurable_point_says_why(monkeypatch, record):
+    card = Card(monkeypatch)
+    point = sweep.point_of("nanocria", "none", "optimizer", 1, 1024, sweep.parse([], 1))
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 4 * 2**30)
+    assert "16.1 GiB of CPU memory" in sweep.measure_point(point)["failed"]
+    assert "18.4 GiB" in sweep.measure_point(point | {"trainer": "hf-offload"})["failed"]
+    assert "offload_activations" in sweep.measure_point(point | {"trainer": "nanocria-long"})["failed"] and not card.ran
+
+
+def test_the_step_is_measured_of_each_trainer_at_each_shape(monkeypatch, record):
+    card = Card(monkeypatch, tokens=20_000)
+    words = ["--trainers=nanocria,hf,hf-graphs", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
+    step.points(step.parse(words), record)
+    assert [(row["trainer"], row["batch"], row["checkpointing"]) for row in rows_of(record, "points")] == [
+        ("nanocria", 8, "none"), ("hf", 8, "none"), ("nanocria", 8, "selective"),
+        ("nanocria", 2, "none"), ("hf", 2, "none"), ("nanocria", 2, "selective"),
+    ]  # fmt: skip
+    step.baby(step.parse(["--trainers=nanocria,hf-graphs"]), record)
+    assert [row["trainer"] for row in rows_of(record, "baby")][-2:] == ["nanocria --cuda_graph=true", "hf-graphs"]
+    assert "--compile=true" in card.ran[-3]
+
+
+def test_a_timeline_adds_up_allocations_and_frees():
+    trace = [("alloc", 10), ("free_requested", 5), ("free_completed", 5), ("alloc", 20), ("free_requested", 10)]
+    trace = [{"action": action, "size": size} for action, size in trace]
+    blocks = [{"state": "active_allocated", "requested_size": 115}, {"state": "inactive", "requested_size": 9}]
+    taken = {"device_traces": [[], trace], "segments": [{"blocks": blocks}]}
+    assert snapshot.timeline(taken) == [110, 105, 125, 115]
+
+
+# --- The ladder ---
+
+
+@pytest.mark.parametrize("name, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2)])
+def test_each_technique_ends_at_the_largest_batch_that_fits(monkeypatch, record, name, largest):
+    Card(monkeypatch, largest * ladder.BLOCK)
+    ladder.measure_fits("1b", name, ladder.parse([]), record)
+    rows = rows_of(record, "points")
+    batches = [row["batch"] for row in rows if "tok_per_s" in row]
+    assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES] if b <= largest)
+    assert len(rows) <= 3 or largest != 40, "the search begins at the estimate"
+    assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
+
+
+def test_a_technique_includes_the_settings_of_those_below(monkeypatch, record):
+    card = Card(monkeypatch, 0)
+    ladder.measure_fits("8b", "offload_all", ladder.parse([]), record)
+    ((_, _, config, *flags),) = card.ran  # not even one sequence: no other is tried
+    assert config == "config/llama31_8b.py" and "--kernels=none" not in flags
+    assert {"--offload=all", "--optimizer_bits=8", "--dtype=bfloat16", "--kernels=all"} < set(flags)
+
+
+def test_each_technique_needs_less_memory_than_its_base_or_fits_a_larger_batch():
+    s = ladder.parse([])
+    found = {name: ladder.estimated("1b", name, s) for name in s.techniques if name in ladder.OURS}
+    for name, row in found.items():
+        below = found.get(ladder.TECHNIQUES[name].on, row | {"largest": 0})
+        assert row["estimated_gib"] <= below["estimated_gib"] + 0.01 and row["largest"] >= below["largest"], name
+    assert found["offload_all"]["cpu_gib"] > 0 == found["bf16"]["cpu_gib"]
+
+
+@pytest.mark.parametrize("name", ladder.OURS)
+def test_every_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
+    sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
+    train(**sizes, out_dir=tmp_path / "base")  # the adapters' base
+    flags = ladder.flags_of(name, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
+    train(**sizes | flags)
+    first, second = step_losses(tmp_path / "out")
+    assert second < first
+
+
+# --- Several GPUs ---
+
+
+def measure_gpus(record, *words, n_gpus=4):
+    s = gpus.parse(list(words), n_gpus)
+    for kind in s.measure:
+        gpus.measure_points(kind, s, record)
+    return rows_of(record, *s.measure)
+
+
+def test_each_point_is_a_run_on_so_many_ranks(monkeypatch, record):
+    card = Card(monkeypatch, tokens=2**20)
+    rows = measure_gpus(record, "--measure=scaling")
+    assert [(row["ranks"], row["trainer"]) for row in rows] == [
+        *((n, name) for n in (4, 2) for name in gpus.POINTS["scaling"][-1]),
+        (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
+    ]  # fmt: skip
+    ranks, *zero2 = card.ran[1]
+    assert ranks == 4 and {"--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=zero2"} < set(zero2)
+    assert gpus.parse(["--ranks=4,1,2"], n_gpus=2).ranks == [1, 2], "ranks without GPUs are left out"
+
+
+def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch, record):
+    Card(monkeypatch, tokens=2**20)
+    rows = measure_gpus(record, "--measure=8b")
+    assert len(rows) == 10 and {row["ranks"] for row in rows} == {4}
+    assert {row["trainer"] for row in rows if row["checkpointing"] == "selective"} == {"nanocria"}
+    words = ["--measure=8b", "--trainers=recipe-zero2", "--shapes=2x4096,4x4096", "--checkpointing=none,full"]
+    found = [(row["batch"], row["checkpointing"]) for row in measure_gpus(record, *words)[10:]]
+    assert found == [(2, "none"), (4, "none"), (2, "full"), (4, "full")], "all asked for"
+
+
+@pytest.mark.parametrize("kind, steps", [("saves", 200), ("memory", 3)])
+def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_path, kind, steps):
+    ran = []
+
+    def train(argv, out_dir, ranks):
+        ran.append((argv[-2:], ranks))
+        Path(out_dir).mkdir(exist_ok=True)
+        saves = "--keep_last=1" in argv
+        lines = [{"step": 100, "loss": 1.0, "time": 9.0}, {"step": 200, "loss": 1.0, "time": 75.0 if saves else 53.0}]
+        Path(out_dir, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if saves:
+            folder = Path(out_dir) / "step_000200"
+            folder.mkdir()
+            (folder / "run.json").write_text("{}")
+            (folder / "model.safetensors").write_bytes(bytes(998))
+        cpu_gib = 90.0 + 5 * len(ran)
+        return {"steps": 10 if len(ran) == 3 else steps, "save_seconds": 3.0, "resume_seconds": 2.0, "cpu_gib": cpu_gib}
+
+    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
+    row = gpus.measure_checkpoint(kind, 4)
+    runs = ((steps, 0), (steps, 1), (steps + 10, 0))
+    assert ran == [([f"--max_iters={n}", f"--keep_last={last}"], 4) for n, last in runs]
+    assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and not list(tmp_path.iterdir())
+    assert row.get("cost") == (0.5 if kind == "saves" else None)
+    assert row.get("saved_cpu_gib") == (None if kind == "saves" else 100.0)
+    monkeypatch.setattr(runner, "train", lambda *_: {"oom": True})
+    assert gpus.measure_checkpoint(kind, 4)["oom"], "a run that fails ends it"

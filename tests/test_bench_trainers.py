@@ -1,0 +1,362 @@
+"""The peers of the benchmarks train the same model as nanocria, and where the milliseconds go. No GPU."""
+
+import itertools
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from benchmarks import breakdown, losses, runner, trainers
+from model import Execution, Llama, LlamaConfig, rope_tables
+from runtime.hf_names import hf_names
+
+SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,
+                   rope_scaling=SCALING, tie_embeddings=True)  # fmt: skip
+CPU = torch.device("cpu")
+
+# --- Peers ---
+
+
+def build_recipe(checkpointing):
+    """trainers.recipe(), but not compiled and not sharded."""
+    model = trainers.materialize(trainers.recipe_model(TINY), CPU)
+    for i, block in enumerate(model.layers):
+        model.layers[i] = trainers.checkpointed(block, checkpointing)
+    return model, lambda tokens, targets: trainers.whole_loss(model(tokens), targets)
+
+
+def build_hf(checkpointing):
+    return trainers.hf_model(TINY, checkpointing, CPU, dtype=torch.float32)
+
+
+PLAIN_NAMES = {  # Hugging Face's, and plain_llama.py's
+    "model.": "", "self_attn": "attn", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "embed_tokens": "tok_embeddings",
+}  # fmt: skip
+
+
+def counterparts(name, peer):
+    """The peer's parameters, by Hugging Face's or plain_llama.py's names, that nanocria's parameter stacks."""
+    theirs = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in peer.named_parameters()}
+    for hf_name in hf_names(name):
+        plain_name = hf_name
+        for theirs_name, ours_name in PLAIN_NAMES.items():
+            plain_name = plain_name.replace(theirs_name, ours_name)
+        yield theirs[hf_name if hf_name in theirs else plain_name]
+
+
+@pytest.mark.parametrize(
+    "build, checkpointing",
+    [*((build_recipe, c) for c in ("none", "selective", "full")), *((build_hf, c) for c in ("none", "full"))],
+)
+def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
+    torch.manual_seed(1)
+    ours = Llama(TINY, Execution(kernels="none", attention="sdpa"))
+    ours.init_weights(seed=1)
+    peer, loss_of = build(checkpointing)
+    pairs = [(name, p, list(counterparts(name, peer))) for name, p in ours.named_parameters()]
+    with torch.no_grad():
+        for _, parameter, parts in pairs:
+            for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)
+    assert sum(p.numel() for p in peer.parameters()) == ours.n_params()
+    tokens, targets = torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))
+    expected, found = ours(tokens, targets), loss_of(tokens, targets)
+    assert abs(expected - found) < 1e-6, f"{found} instead of {expected}"
+    expected.backward()
+    found.backward()
+    for name, parameter, parts in pairs:
+        grad = torch.cat([part.grad for part in parts])
+        error = ((grad - parameter.grad).norm() / parameter.grad.norm()).item()
+        assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
+
+
+def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
+    hf_model = trainers.hf_model
+    monkeypatch.setattr(trainers, "hf_model", lambda *args, liger: hf_model(*args))  # Liger-Kernel needs a GPU
+    model, loss_of, _ = trainers.hf_liger_lora(TINY, "full", CPU)
+    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A.default", "lora_B.default"))]
+    read = []
+    for module in adapters:
+        module.register_forward_hook(lambda module, inputs, y: read.append(inputs[0].dtype))
+    loss_of(*torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))).backward()
+    assert len(adapters) == 2 * 7 * TINY.n_layer and {module.weight.dtype for module in adapters} == {torch.float32}
+    assert set(read) == {torch.bfloat16} and len(read) > len(adapters), "backward recomputes too"
+
+
+def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # restored afterwards
+    attention, compile = [], torch.compile
+
+    def note_attention(graph, inputs):
+        calls = (node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target))
+        attention.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend=note_attention))
+    _, loss_of = trainers.hf_model(TINY, "none", CPU, compile_mode="default", dtype=torch.float32)
+    tokens = torch.randint(TINY.vocab_size, (2, TINY.block_size))
+    assert math.isfinite(loss_of(tokens, tokens).detach())
+    assert attention == [(None, True)] * TINY.n_layer
+
+
+def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
+    """Steps of 10, 10, 1, 2, 6 and 9 s, launched in no time; each is read once the next has been launched."""
+    events, seconds, now, slope = [], itertools.cycle([10, 10, 1, 2, 6, 9]), [0.0], -1.0
+
+    def train_step(*_):
+        step, takes = sum(what == "launch" for what, _ in events), next(seconds)
+        events.append(("launch", step))
+
+        def wait():
+            events.append(("read", step))
+            now[0] += takes
+            return [9.0 + slope * step, 1.0]
+
+        return wait
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    mine = trainers.Trainer("mine", lambda *_: (None, None, torch.optim.SGD([parameter])))
+    monkeypatch.setitem(trainers.TRAINERS, "mine", mine)
+    for name, value in {"train_step": train_step, "own_device": lambda: CPU, "mfu": lambda *_: None}.items():
+        monkeypatch.setattr(trainers, name, value)
+    monkeypatch.setattr(trainers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trainers.memory_stats, "let_segments_grow", lambda: None)
+    for name in ("set_device", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(trainers.gc, "disable", lambda: None)
+    measure = partial(trainers.measure, "mine", "config/baby_llama.py", 1, 8, steps=4, warmup=2, vocab_size=257)
+    point = measure()
+    assert point["ms_per_step"] == 4000, "the median of 1, 2, 6 and 9 s, not the upper one"
+    assert (point["first_loss"], point["last_loss"]) == (9.0, 4.0)
+    launches, reads = ([i for i, (what, _) in enumerate(events) if what == kind] for kind in ("launch", "read"))
+    assert all(reads[step] > launches[step + 1] for step in (0, 2, 3, 4)), "the next step has been launched"
+    assert reads[1] < launches[2], "the warm-up has ended when the clock starts"
+    for slope in (0.0, math.nan):
+        events.clear()
+        assert "does not train" in measure()["failed"], slope
+
+
+# Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
+# float32 weights and bf16 compute, and offloaded. Prints the losses and how far apart the final weights are.
+PEERS_ON_CPU = """
+import json, os
+import torch
+from benchmarks import trainers
+from model import LlamaConfig
+
+torch.set_num_threads(1)
+c = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, vocab_size=61, block_size=24,
+                tie_embeddings=True)
+device, result = torch.device("cpu"), {}
+for name in ("hf", "hf-masters", "hf-offload"):
+    options = {"dtype": torch.float32} if name == "hf" else {}
+    model, loss_of, _ = trainers.TRAINERS[name].build(c, "full", device, **options)
+    torch.manual_seed(1)
+    trainers.randomize(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
+    losses = [trainers.train_step(model, loss_of, optimizer, tokens, tokens)() for _ in range(5)]
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    result[name] = {"losses": losses, "dtypes": sorted({str(p.dtype) for p in full.values()}), "n": len(full),
+                   "norm": sum(p.double().square().sum().item() for p in full.values()) ** 0.5}
+    if trainers.dist.is_initialized():
+        trainers.dist.destroy_process_group()
+print(json.dumps(result), flush=True)
+os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
+"""
+
+
+def test_offload_does_not_change_a_peers_losses():
+    result, printed = runner.run(["-c", PEERS_ON_CPU])
+    assert result is not None, printed
+    plain, masters, offload = (result[name] for name in ("hf", "hf-masters", "hf-offload"))
+    assert offload == masters, "the same numbers, wherever the weights are"
+    assert masters["dtypes"] == ["torch.float32"], "the weights that learn"
+    assert masters["n"] == plain["n"], "the head is still the embedding"
+    for (loss, norm), (other_loss, other_norm) in zip(plain["losses"], masters["losses"], strict=True):
+        assert abs(other_loss / loss - 1) < 0.02 and abs(other_norm / norm - 1) < 0.05, (plain, masters)
+    assert plain["losses"][-1][0] < plain["losses"][0][0] - 0.2
+
+
+def test_selective_checkpointing_recomputes_every_second_matmul():
+    ran = []
+
+    class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op == torch.ops.aten.mm.default)
+            return op(*args, **(kwargs or {}))
+
+    def backward_matmuls(checkpointing):
+        block = trainers.checkpointed(trainers.recipe_model(TINY).layers[0], checkpointing)
+        y = block(torch.randn(2, 24, 32, requires_grad=True), *rope_tables(TINY, 0, 24, CPU))
+        ran.clear()
+        with Matmuls():
+            y.sum().backward()
+        return sum(ran)
+
+    none, selective, full = (backward_matmuls(c) for c in ("none", "selective", "full"))
+    assert none == 14, "two gradients for each of q, k, v, o, gate, up, down"
+    assert selective - none == 3, "k, o, up"
+    assert full - none == 6, "all but down, whose output nobody needs again"
+
+
+# --- Peers on several ranks ---
+
+# benchmarks/trainers.py as it runs without GPUs: gloo, nothing compiled, the same weights for any number of ranks, and
+# peaks of 2 GiB on rank 0, of 3 on rank 1.
+PEER_ON_CPU = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+from unittest import mock
+import torch
+from torch.distributed.tensor import distribute_tensor
+from benchmarks import trainers
+
+torch.set_num_threads(1)
+materialize = trainers.materialize
+
+@torch.no_grad()
+def materialize_the_same(model, device):
+    materialize(model, device)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+    return model
+
+cuda = {name: mock.Mock() for name in ("set_device", "reset_peak_memory_stats")}
+cuda["max_memory_allocated"] = lambda: (2 + trainers.RANK) * 2**30
+cuda["get_device_name"] = lambda: "NVIDIA H200"
+with (
+    mock.patch.multiple(torch.cuda, **cuda),
+    mock.patch.object(torch, "compile", lambda function, **_: function),
+    mock.patch.object(trainers, "own_device", lambda: torch.device("cpu")),
+    mock.patch.object(trainers, "materialize", materialize_the_same),
+):
+    result = trainers.measure(**json.loads(sys.argv[1]))
+if trainers.RANK == 0:
+    print(json.dumps(result), flush=True)
+trainers.dist.barrier()
+os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
+"""
+SMALL = {"config": "config/baby_llama.py", "n_layer": 2, "n_embd": 32, "ffn_dim": 96, "n_head": 4, "n_kv_head": 2,
+         "vocab_size": 257, "block": 64, "steps": 15}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "trainer, checkpointing, tied, steps",
+    [("recipe", "full", False, {}), ("recipe-zero2", "none", True, {"warmup": 1, "steps": 1})],  # as the largest points
+)
+def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, trainer, checkpointing, tied, steps):
+    (tmp_path / "peer.py").write_text(PEER_ON_CPU)
+    spec = SMALL | {"trainer": trainer, "checkpointing": checkpointing, "tie_embeddings": tied} | steps
+
+    def run(ranks):
+        return runner.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
+
+    with ThreadPoolExecutor() as pool:  # side by side: most of their time they import PyTorch
+        (one, printed), (two, other) = pool.map(run, (1, 2))
+    for ranks, point in ((1, one), (2, two)):
+        assert point is not None and "failed" not in point, printed + other
+        assert point["tok_per_s"] == pytest.approx(8 * 64 * 1000 / point["ms_per_step"]), "of all ranks"
+        assert point["peak_gib"] == 1 + ranks, "of the rank that needs most"
+    assert two["mfu"] / two["tok_per_s"] == pytest.approx(one["mfu"] / one["tok_per_s"] / 2), "of one GPU"
+    for loss in ("first_loss", "last_loss"):
+        assert abs(one[loss] - two[loss]) < 1e-4, f"{loss} is {one[loss]} on one rank, {two[loss]} on two"
+
+
+# --- Losses ---
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole training
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer, which takes no --device=cpu
+
+
+AT = (8, 2, 64, "config/baby_llama.py")
+ON_CPU = ["--n_layer=2", "--device=cpu", "--dtype=float32"]
+
+
+def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(on_the_cpu):
+    """Step by step: the same initial weights, tokens, losses, gradient clipping, learning rates and updates."""
+    ours = losses.train_losses(*AT, ON_CPU)
+    theirs = losses.peer_losses("float32", *AT, compute_dtype="float32", n_layer=2, vocab_size=257)
+    assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+
+
+def test_galore_matches_galore_torch(on_the_cpu):
+    """It takes the leading singular vectors from an SVD; ours converge to them in some steps of subspace iteration."""
+    pytest.importorskip("galore_torch")
+    ours = losses.train_losses(*AT, [*ON_CPU, "--optimizer=galore", "--galore_rank=32"])
+    theirs = losses.peer_losses("hf-galore", *AT, compute_dtype="float32", rank=32, n_layer=2, vocab_size=257)
+    adamw = losses.train_losses(*AT, ON_CPU)
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
+    assert ours["losses"] != pytest.approx(adamw["losses"], abs=1e-2)
+
+
+# --- Where the milliseconds go ---
+
+
+KERNELS = {
+    "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_TNT": "matmuls",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>": "matmuls",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)": "attention",
+    "_loss_kernel": "loss kernel", "_sum_rows_kernel": "norms", "_glu_fwd_kernel": "SwiGLU", "_rope_bwd_kernel": "RoPE",
+    "multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "multi_tensor_apply_kernel<..., at::native::Copy<BFloat16, float>>": "casts and copies",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs<4ul>)": "casts and copies",
+    "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>": "other",
+}  # fmt: skip
+
+
+def test_a_kernel_is_known_by_its_name():
+    assert {kernel: breakdown.part_of(kernel) for kernel in KERNELS} == KERNELS
+
+
+CHUNK = ["matmuls", "loss kernel", "matmuls", "matmuls"]
+STEP = ["matmuls", *CHUNK, *CHUNK, "matmuls", "optimizer"]  # a block's forward, two chunks of the loss, its backward
+
+
+def spans(parts):
+    return [(float(i), i + 1.0, part) for i, part in enumerate(parts)]
+
+
+def test_a_step_begins_with_its_first_loss_kernel():
+    assert breakdown.step_starts(spans(STEP * 2)) == [2, 2 + len(STEP)]
+
+
+def test_three_matmuls_a_chunk_are_the_losses():
+    named = [part for _, _, part in breakdown.name_head_matmuls(spans(STEP * 2))]
+    chunk = ["loss matmuls", "loss kernel", "loss matmuls", "loss matmuls"]
+    assert named == ["matmuls", *chunk, *chunk, "matmuls", "optimizer"] * 2
+
+
+def test_the_parts_add_up_to_the_busy_time():
+    at_once = [(0.0, 4.0, "matmuls"), (3.0, 5.0, "norms"), (2.0, 7.0, breakdown.COPIES), (9.0, 10.0, "other")]
+    busy = breakdown.share_out(at_once)
+    assert {part: ms for part, ms in busy.items() if ms} == {
+        "matmuls": 4.0, "norms": 1.0, breakdown.COPIES: 2.0, "other": 1.0
+    }  # fmt: skip
+
+
+def test_peers_use_train_pys_defaults_too():
+    c = trainers.llama_config("config/sft.py")
+    assert (c.n_layer, c.tie_embeddings, c.vocab_size) == (16, True, 257)
+
+
+def test_the_floors_count_the_flops_that_the_model_counts():
+    c = trainers.llama_config("config/llama32_1b.py", block_size=2048)
+    floors = breakdown.floors_ms(c, batch=8, copy_tb_s=4.0, matmul_tflops=700.0)
+    with torch.device("meta"):
+        flops = 8 * 2048 * Llama(c).flops_per_token(2048)
+    assert sum(floors[part] for part in ("matmuls", "loss matmuls", "attention")) == pytest.approx(flops / 700e9)
+    assert set(floors) | {"other"} == set(breakdown.ORDER)
