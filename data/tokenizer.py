@@ -26,6 +26,7 @@ from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, one_template, voca
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
+MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
 DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
@@ -122,7 +123,11 @@ def doc_start_of(config: dict, data: dict) -> int | None:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    paths = {name: folder / name for name in names if (folder / name).is_file()}
+    for path in paths.values():
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MOST_FILE_BYTES:,} bytes: it is no tokenizer's")
+    return {name: path.read_bytes() for name, path in paths.items()}
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
