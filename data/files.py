@@ -8,6 +8,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+LFS_ADVICE = "is a git-lfs pointer, not the file: fetch it with git lfs pull"
+
 
 def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     """Lock an open file until it is closed. Raises BlockingIOError if another process holds the lock.
@@ -44,6 +46,11 @@ def atomic_write(path: Path):
 def write_json(path: Path, content: dict) -> None:
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether these first bytes of a file are a git-lfs pointer's: git leaves one in place of each large file."""
+    return head.startswith(b"version https://git-lfs")
 
 
 def say(text: str = "", end: str = "\n") -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
@@ -16,6 +15,8 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
+HIDDEN = "\ufdd0\ufdd1\ufdd2"  # before the name of a token that no text may hold: Unicode noncharacters
+ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
 
@@ -56,7 +57,11 @@ class Tokenizer:
         self.end_of_text, eos = ends[0], config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
-        self.eos = list(dict.fromkeys(token for token in eos if isinstance(token, int)))
+        self.eos = list(dict.fromkeys(token for token in eos if type(token) is int and 0 <= token < 2**31))
+        first_id, adds_bos = config.get("first_id"), config.get("add_bos_token")
+        self.bos = first_id if adds_bos is None or (adds_bos and first_id is not None) else None
+        if adds_bos and first_id is None:
+            self.bos = id_of(self.bos_token)
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
         templates = config.get("chat_template")
@@ -71,8 +76,10 @@ class Tiktoken(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
         self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-        self.special_tokens, self.bos = set(special), special.get("<|begin_of_text|>")
-        config = {"eos_token_id": [special.get(token) for token in LLAMA3_EOS]} if config is None else config
+        self.special_tokens = set(special)
+        if config is None:  # of Meta's or OpenAI's own files
+            eos = [special.get(token) for token in LLAMA3_EOS]
+            config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
         self.set_special_tokens(special.get, config)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -115,28 +122,50 @@ class HuggingFace(Tokenizer):
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
         self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
+        try:
+            self.add_named_tokens(config, ids)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            said = "has special or added tokens that are not as transformers writes them"
+            raise ValueError(f"{path.with_name('tokenizer_config.json')} {said}: {error!r:.60}") from error
         added = self.backend.get_added_tokens_decoder().values()
         self.special_tokens = {token.content for token in added if token.special}
         self.special_ids = {ids[token] for token in self.special_tokens}
-        example, adds_bos = self.backend.encode("a"), config.get("add_bos_token")
-        adds_bos = example.special_tokens_mask[0] if adds_bos is None else adds_bos
-        self.bos = ids.get(spelling(config.get("bos_token")), example.ids[0]) if adds_bos else None
         self.set_special_tokens(ids.get, config)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        self.backend.encode_special_tokens = not special
         text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8
-        ids = self.ids_of(text)
+        self.backend.encode_special_tokens = not special
+        ids = ids_of_text(self.backend, text)
         if special or self.special_ids.isdisjoint(ids):
             return ids
-        # A Unigram model matches special tokens as ordinary pieces: cut them apart. <unk> alone needs no cut.
-        cuts = [found.end() for found in beginnings(frozenset(self.special_tokens)).finditer(text)]
-        pieces = (text[first:end] for first, end in pairwise([0, *cuts, None]))
-        return [token for piece in pieces for token in self.ids_of(piece)] if cuts else ids
+        return ids_of_text(self.text_backend, text)  # the model has special tokens among its pieces, as Unigram's do
 
-    def ids_of(self, text: str) -> list[int]:
-        # fast: without the offsets of tokens in the text, which take a quarter of the time
-        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def add_named_tokens(self, config: dict, ids: dict[str, int]) -> None:
+        """Add what tokenizer_config.json and special_tokens_map.json say of tokens, as transformers does. Tokens that
+        are not in the vocabulary stay out: the weights have no rows for them.
+        """
+        from tokenizers import AddedToken
+
+        tokens = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+        for token in config.get("added_tokens_decoder", {}).values():
+            tokens[token["content"]] = AddedToken(**{name: token[name] for name in ADDED_TOKEN if name in token})
+        for name, value in config.items():
+            if name.endswith("_token") and spelling(value):
+                tokens.setdefault(spelling(value), AddedToken(spelling(value))).special = True
+        for value in config.get("extra_special_tokens") or config.get("additional_special_tokens") or []:
+            tokens.setdefault(spelling(value), AddedToken(spelling(value), special=True))
+        self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
+
+    @functools.cached_property
+    def text_backend(self):
+        """The backend with special tokens under names that no text has."""
+        import tokenizers
+
+        content = json.loads(self.backend.to_str())
+        hide_tokens(content, self.special_tokens)
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        backend.encode_special_tokens = True
+        return backend
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -167,6 +196,33 @@ class TextStream:
         return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
 
 
+def ids_of_text(backend, text: str) -> list[int]:
+    # fast: without the offsets of tokens in the text, which take a quarter of the time
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def hide_tokens(content: dict, tokens: set[str]) -> None:
+    """Rename these tokens in a tokenizer.json, so that no text holds them. All ids stay as they are."""
+
+    def renamed(token):
+        return HIDDEN + token if token in tokens else token
+
+    def merged(left, right):
+        return left + right.removeprefix(model.get("continuing_subword_prefix") or "")
+
+    model = content["model"]
+    content["post_processor"] = None
+    content["added_tokens"] = [token | {"content": renamed(token["content"])} for token in content["added_tokens"]]
+    if isinstance(model["vocab"], list):  # Unigram
+        model["vocab"] = [[renamed(piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {renamed(token): i for token, i in model["vocab"].items()}
+    if model.get("unk_token"):
+        model["unk_token"] = renamed(model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if tokens.isdisjoint([*pair, merged(*pair)])]
+
+
 @functools.lru_cache(maxsize=8)
 def beginnings(tokens: frozenset[str]) -> re.Pattern:
     """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
@@ -175,7 +231,16 @@ def beginnings(tokens: frozenset[str]) -> re.Pattern:
 
 def spelling(token: str | dict | None) -> str:
     """The text of a special token in tokenizer_config.json: there a string, an object or null."""
-    return token.get("content", "") if isinstance(token, dict) else token or ""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def ids_of_json(content: dict) -> dict[str, int]:
+    """The ids of all tokens in a tokenizer.json."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram's pieces and their scores
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import dataset_files, tokenizer_of
+from data.tokenizer import dataset_files, files_for_others, parse, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
@@ -166,12 +166,13 @@ def documents(
                 found = tokenizer_of(data or folder.path).hf_files() | found
         if tokenizer == "llama3" and "tokenizer.json" in found:
             found.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
-        return found
+        return files_for_others(found, dataset, config_json["bos_token_id"])
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     found = from_rank_0(read)
     if "generation_config.json" in found and dataset.get("eos"):  # transformers prefers its eos
-        generation = json.loads(found["generation_config.json"]) | {"eos_token_id": config_json["eos_token_id"]}
+        generation = parse(found["generation_config.json"], Path("generation_config.json"))
+        generation["eos_token_id"] = config_json["eos_token_id"]
         found["generation_config.json"] = json.dumps(generation, indent=2).encode()
     return found | {"config.json": json.dumps(config_json, indent=2).encode()}
 
