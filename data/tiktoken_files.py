@@ -209,11 +209,10 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
         ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
         ranks = {token: rank for token, rank in ranks.items() if rank not in special.values()}
-        pattern = pattern_of(content)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file} is damaged, or not {name}'s: {error!r}") from error
-    check_ranks(ranks, file)
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        check_ranks(ranks, file)
+        return tiktoken.Encoding(name, pat_str=pattern_of(content), mergeable_ranks=ranks, special_tokens=special)
+    except (AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged, or not {name}'s: {error!s:.200}") from error
 
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:

@@ -30,7 +30,7 @@ from data.tiktoken_files import (
     llama3_encoding,
     openai_encoding,
 )
-from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, ids_of_json, spelling, vocabulary_name
+from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, ids_of_json, is_id, spelling, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 FILES = (  # that belong to a tokenizer in Hugging Face's format
@@ -98,6 +98,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
     elif name in NAMES:  # a converted checkpoint
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+        if tokenizer.bos is not None and not is_id(tokenizer.bos, tokenizer.n_vocab):
+            raise ValueError(f"{folder} has {tokenizer.bos!r:.60} as bos_token_id: expected a token of its tokenizer")
     if "chat_template.jinja" in files:
         tokenizer.chat_template = files["chat_template.jinja"].decode()
     return tokenizer

@@ -57,7 +57,7 @@ class Tokenizer:
         self.end_of_text, eos = ends[0], config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
-        self.eos = list(dict.fromkeys(token for token in eos if type(token) is int and 0 <= token < 2**31))
+        self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
         first_id, adds_bos = config.get("first_id"), config.get("add_bos_token")
         self.bos = first_id if adds_bos is None or (adds_bos and first_id is not None) else None
         if adds_bos and first_id is None:
@@ -117,7 +117,7 @@ class HuggingFace(Tokenizer):
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers has no exception class of its own
-            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error}") from error
+            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!s:.200}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
@@ -233,6 +233,10 @@ def spelling(token: str | dict | None) -> str:
     """The text of a special token in tokenizer_config.json: there a string, an object or null."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
+
+
+def is_id(token, n_vocab: int = 2**31) -> bool:
+    return type(token) is int and 0 <= token < n_vocab
 
 
 def ids_of_json(content: dict) -> dict[str, int]:

@@ -246,7 +246,7 @@ def _find_tensors(path, single, pieces):
     if not whole and not index.exists() and single == "model.safetensors" and (others := other_weights(path)):
         raise Damaged(f"{path / single} is missing: {path} holds {others}")
     if whole and pieces is None:
-        _say_unread(index, single)
+        _say_unread(path, single)
     elif index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(path, index.name, pieces), index).get("weight_map")
         if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
@@ -269,17 +269,15 @@ def _find_tensors(path, single, pieces):
 
 
 @functools.cache
-def _say_unread(index, single):
-    """Say, once, that the files of an index are not read: like transformers we prefer a whole file."""
-    if not index.exists():
-        return
-    files = "those it names"
-    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
-        where = parse_json(read_document(index.parent, index.name), index).get("weight_map")
-        if set(where.values()) == {single}:
-            return
-        files = ", ".join(sorted(map(str, set(where.values()))))
-    print(f"{index.parent / single} is read; not read: {index.name}, and {files:.200}", file=sys.stderr)
+def _say_unread(folder, single):
+    """Say, once, which files beside a whole one are not read: like transformers we prefer it to those of an index."""
+    index = folder / f"{single}.index.json"
+    unread = sorted(file.name for file in folder.glob(single.replace(".", "-*.")))
+    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # missing or damaged
+        weight_map = parse_json(read_document(folder, index.name), index).get("weight_map")
+        unread += [index.name] if set(weight_map.values()) != {single} else []
+    if unread:
+        print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
 
 
 def read_run(path: Path) -> dict | None:
@@ -337,6 +335,25 @@ def _parse_digests(run, path):
     return pieces
 
 
+def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> tuple[str, TensorInfo]:
+    """The file with a tensor, and where in it. ValueError if the folder lacks the tensor, or has another shape of it."""
+    file, info = folder.tensors.get(name, (None, None))
+    if not info or info.shape != tuple(shape):
+        found = f"shape {tuple(info.shape)}" if info else "none"
+        raise ValueError(f"expected {name} of shape {tuple(shape)}: {folder.path} has {found}")
+    return file, info
+
+
+def check_sizes(folder: Folder, settings: dict) -> None:
+    """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
+    take any amount of memory: call it before building one. settings: read_config's.
+    """
+    n_embd, last_layer = settings["n_embd"], f"model.layers.{settings['n_layer'] - 1}"
+    find_tensor(folder, "model.embed_tokens.weight", (settings["vocab_size"], n_embd))
+    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
+    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
+
+
 @torch.no_grad()
 def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
     """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank must call it.
@@ -347,10 +364,7 @@ def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
 
     def read():
         for wanted in rows:
-            file, info = folder.tensors.get(wanted.name, (None, None))
-            if not info or info.shape != wanted.shape:
-                found = f"shape {tuple(info.shape)}" if info else "none"
-                raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
+            file, info = find_tensor(folder, wanted.name, wanted.shape)
             x = wanted.tensor
             if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
                 raise ValueError(f"{folder.path} has {info.name} in {info.dtype}: expected one of {WEIGHT_DTYPES}")

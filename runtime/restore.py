@@ -15,7 +15,7 @@ from data.tokenizer import dataset_files, files_for_others, parse, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import KEPT, Folder, fingerprint, open_folder, other_weights, read_document
+from runtime.checkpoint_folder import KEPT, Folder, check_sizes, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
 from runtime.hf_names import OWN, hf_names
@@ -90,7 +90,7 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
     try:
         folder = _open_checkpoint(start) if resumes else open_folder(start)
         _require_same_model(folder, resumes, config, settings, dataset)
-        _base_of(folder, settings)
+        check_sizes(_base_of(folder, settings) or folder, read_config(folder)[0])
     except (OSError, ValueError) as error:
         if not (isinstance(error, Damaged) and resumes):
             stop(str(error))
