@@ -15,7 +15,7 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
-HIDDEN = "\ufdd0\ufdd1\ufdd2"  # before the name of a token that no text may hold: Unicode noncharacters
+HIDDEN = "\ufdd0\ufdd1\ufdd2"  # before the name of a piece that no text may hold: Unicode noncharacters
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
@@ -138,7 +138,9 @@ class HuggingFace(Tokenizer):
         ids = ids_of_text(self.backend, text)
         if special or self.special_ids.isdisjoint(ids):
             return ids
-        return ids_of_text(self.text_backend, text)  # the model has special tokens among its pieces, as Unigram's do
+        # The model has special tokens among its pieces, as Unigram's do.
+        backend, ids_in_backend = self.text_backend
+        return [ids_in_backend.get(token, token) for token in ids_of_text(backend, text)]
 
     def add_named_tokens(self, config: dict, ids: dict[str, int]) -> None:
         """Add what tokenizer_config.json and special_tokens_map.json say of tokens, as transformers does. Tokens that
@@ -157,15 +159,16 @@ class HuggingFace(Tokenizer):
         self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
 
     @functools.cached_property
-    def text_backend(self):
-        """The backend with special tokens under names that no text has."""
+    def text_backend(self) -> tuple:
+        """The backend with its special pieces under names that no text has, and {id: id in self.backend}."""
         import tokenizers
 
         content = json.loads(self.backend.to_str())
-        hide_tokens(content, self.special_tokens)
-        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        added = [token["content"] for token in content["added_tokens"]]
+        hide_pieces(content["model"], self.special_tokens)
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content | {"post_processor": None}))
         backend.encode_special_tokens = True
-        return backend
+        return backend, {backend.token_to_id(token): self.backend.token_to_id(token) for token in added}
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -201,26 +204,21 @@ def ids_of_text(backend, text: str) -> list[int]:
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-def hide_tokens(content: dict, tokens: set[str]) -> None:
-    """Rename these tokens in a tokenizer.json, so that no text holds them. All ids stay as they are."""
+def hide_pieces(model: dict, special_tokens: set[str]) -> None:
+    """Rename special tokens among the pieces of a tokenizer.json's model, so that no text holds them.
 
-    def renamed(token):
-        return HIDDEN + token if token in tokens else token
-
-    def merged(left, right):
-        return left + right.removeprefix(model.get("continuing_subword_prefix") or "")
-
-    model = content["model"]
-    content["post_processor"] = None
-    content["added_tokens"] = [token | {"content": renamed(token["content"])} for token in content["added_tokens"]]
+    Single characters and what BPE merges stay: texts need them, and no other pieces have their ids.
+    """
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+    inside = model.get("continuing_subword_prefix") or ""
+    needed = {piece for left, right in merges for piece in (left, right, left + right.removeprefix(inside))}
+    names = {token: HIDDEN + token for token in special_tokens - needed if len(token) > 1}
     if isinstance(model["vocab"], list):  # Unigram
-        model["vocab"] = [[renamed(piece), score] for piece, score in model["vocab"]]
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     else:
-        model["vocab"] = {renamed(token): i for token, i in model["vocab"].items()}
+        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
     if model.get("unk_token"):
-        model["unk_token"] = renamed(model["unk_token"])
-    if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if tokens.isdisjoint([*pair, merged(*pair)])]
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
 
 
 @functools.lru_cache(maxsize=8)

@@ -336,7 +336,7 @@ def _parse_digests(run, path):
 
 
 def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> tuple[str, TensorInfo]:
-    """The file with a tensor, and where in it. ValueError if the folder lacks the tensor, or has another shape of it."""
+    """The file with a tensor, and where in it. ValueError if the folder has none of this shape."""
     file, info = folder.tensors.get(name, (None, None))
     if not info or info.shape != tuple(shape):
         found = f"shape {tuple(info.shape)}" if info else "none"
