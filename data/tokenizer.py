@@ -101,7 +101,10 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         if tokenizer.bos is not None and not is_id(tokenizer.bos, tokenizer.n_vocab):
             raise ValueError(f"{folder} has {tokenizer.bos!r:.60} as bos_token_id: expected a token of its tokenizer")
     if "chat_template.jinja" in files:
-        tokenizer.chat_template = files["chat_template.jinja"].decode()
+        try:
+            tokenizer.chat_template = files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8: {error}") from error
     return tokenizer
 
 
@@ -133,9 +136,10 @@ def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos:
     config["eos_token_id"] = generation.get("eos_token_id", eos)
     try:
         name = name_of_json(content, name)
-        config["first_id"] = first_id(content.get("post_processor"))
+        begins = first_id(content.get("post_processor"))
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
+    config["first_id"] = begins if is_id(begins) else None
     if name == "bytes":
         return get_tokenizer(name)
     if name in NAMES:
@@ -180,6 +184,8 @@ def valid_option(name: str, value) -> bool:
         return all(isinstance(each, dict) and isinstance(each.get("template"), str) for each in value)
     if name == "chat_template":
         return isinstance(value, str)
+    if name in ("extra_special_tokens", "additional_special_tokens"):
+        return isinstance(value, list | dict)
     if name in ("bos_token", "eos_token"):
         return isinstance(value.get("content") if isinstance(value, dict) else value, str)
     return True
@@ -188,8 +194,8 @@ def valid_option(name: str, value) -> bool:
 def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None) -> dict[str, bytes]:
     """Tokenizer files with which other software reads texts and conversations as training did.
 
-    meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Raises ValueError for damaged
-    files.
+    meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Files that no reader understands
+    stay as they are.
     """
     try:
         files = one_chat_template(files)
@@ -199,8 +205,8 @@ def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None)
         if "bos" not in meta and "train_targets" not in meta and bos_token == meta.get("end_of_text", ...):
             files = name_bos(files, bos_token)
         return files
-    except MALFORMED as error:
-        raise ValueError(f"the tokenizer's files are damaged: {error!r:.200}") from error
+    except MALFORMED:
+        return files
 
 
 def one_chat_template(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -229,10 +235,10 @@ def begin_texts_with(files: dict[str, bytes], bos: int | None) -> dict[str, byte
 
 def name_bos(files: dict[str, bytes], bos: int) -> dict[str, bytes]:
     """Let the token that others call bos, if they call one so, be this."""
+    token = token_of(parse_file(files, "tokenizer.json"), bos)
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         options = parse_file(files, file)
-        token = token_of(parse_file(files, "tokenizer.json"), bos) if options.get("bos_token") else None
-        if token and token != spelling(options["bos_token"]):
+        if options.get("bos_token") and spelling(options["bos_token"]) != token:
             files = files | {file: to_json(options | {"bos_token": token})}
     return files
 

@@ -58,9 +58,10 @@ class Tokenizer:
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
-        first_id, adds_bos = config.get("first_id"), config.get("add_bos_token")
-        self.bos = first_id if adds_bos is None or (adds_bos and first_id is not None) else None
-        if adds_bos and first_id is None:
+        self.bos = config.get("first_id")
+        if config.get("add_bos_token") is False:
+            self.bos = None
+        elif config.get("add_bos_token") and self.bos is None:
             self.bos = id_of(self.bos_token)
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
@@ -148,14 +149,19 @@ class HuggingFace(Tokenizer):
         """
         from tokenizers import AddedToken
 
+        def added_token(value):
+            fields = value if isinstance(value, dict) else {"content": value, "special": True}
+            return AddedToken(**{name: fields[name] for name in ADDED_TOKEN if name in fields})
+
         tokens = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
-        for token in config.get("added_tokens_decoder", {}).values():
-            tokens[token["content"]] = AddedToken(**{name: token[name] for name in ADDED_TOKEN if name in token})
-        for name, value in config.items():
-            if name.endswith("_token") and spelling(value):
-                tokens.setdefault(spelling(value), AddedToken(spelling(value))).special = True
-        for value in config.get("extra_special_tokens") or config.get("additional_special_tokens") or []:
-            tokens.setdefault(spelling(value), AddedToken(spelling(value), special=True))
+        for value in config.get("added_tokens_decoder", {}).values():
+            tokens[value["content"]] = added_token(value)
+        named = [value for name, value in config.items() if name.endswith("_token") and spelling(value)]
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
+            tokens.setdefault(spelling(value), added_token(value))
+        for value in named:
+            tokens[spelling(value)].special = True
         self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
 
     @functools.cached_property

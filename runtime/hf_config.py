@@ -80,8 +80,6 @@ def read_config(folder) -> tuple[dict, str | None]:
             raise ValueError(f"{path} has {name}, biases of {where}: they are not supported, Llama 3 has none")
     if theirs["hidden_act"] != "silu":
         raise ValueError(f"{path} has the activation {theirs['hidden_act']!s:.60}: Llama 3's is silu")
-    if theirs.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"{path} has a partial_rotary_factor: Llama 3 rotates whole heads")
     for name in SPECIAL_TOKENS:
         ids = setting(path, theirs, name, int, list, None)
         if isinstance(ids, list) and not all(type(token) is int for token in ids):
@@ -104,6 +102,8 @@ def _read_rope(path: Path, theirs: dict) -> dict:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path} has RoPE of type {rope_type!s:.60}: default and llama3 are supported")
+    if (theirs | rope).get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"{path} has a partial_rotary_factor: Llama 3 rotates whole heads")
     if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {key: setting(path, rope, key, float) for key in ROPE_SCALING_KEYS & rope.keys()}
