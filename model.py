@@ -31,6 +31,9 @@ import kernels
 import kernels.reference
 from kernels.flash_attention import HEAD_SIZES
 
+# config.json's model_type. Rename it when you change what this file computes, say SiLU to GELU: other software then
+# refuses the weights, instead of computing something else with them. (New weights: OWN in runtime/hf_names.py.)
+MODEL_TYPE = "llama"
 TRITON_TOKENS = 4096  # longest sequence at which our attention (heads of 64, Hopper) is no slower than cuDNN's
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 

@@ -395,13 +395,14 @@ def test_a_hostile_header_gets_a_message(tmp_path, content, said):
 @pytest.mark.parametrize("index, said", [
     ({}, "has no weight_map"),
     ({"weight_map": {"x": 1}}, "has no weight_map"),
-    ({"weight_map": {"x": "../model.safetensors"}}, "has no weight_map"),
-    ({"weight_map": {"x": "model.safetensors", "y": "model.safetensors"}}, "says that 'y' is in model.safetensors"),
+    ({"weight_map": {"x": "../model-1.safetensors"}}, "has no weight_map"),
+    ({"weight_map": {"x": "model-1.safetensors", "y": "model-1.safetensors"}}, "says that 'y' is in model-1"),
     ({"weight_map": {"x": "other.safetensors"}}, "other.safetensors is missing"),
 ], ids=str)  # fmt: skip
 def test_an_index_is_checked(tmp_path, index, said):
-    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
     assert open_folder(tmp_path).tensors.keys() == {"x"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(Damaged, match=said):
