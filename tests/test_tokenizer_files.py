@@ -318,7 +318,7 @@ def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
     meta = write_dataset(tmp_path / "data", [("train", "he é"), ("val", "said")], tokenizer)
     config = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2, vocab_size=600, block_size=8)
     files = documents(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
-    trained = Tokens(tmp_path / "data", "train").shards[0].tolist()[:-1]
+    trained = Tokens(tmp_path / "data", "train").shards[0][:].tolist()[:-1]
     (tmp_path / "out").mkdir()
     for file, content in files.items():
         (tmp_path / "out" / file).write_bytes(content)
