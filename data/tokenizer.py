@@ -232,10 +232,6 @@ def valid_option(name: str, value) -> bool:
     """Whether an option of a tokenizer has a type that nanocria can use."""
     if name == "add_bos_token":
         return isinstance(value, bool)
-    if name == "chat_template" and isinstance(value, list):
-        return all(isinstance(each, dict) and isinstance(each.get("template"), str) for each in value)
-    if name == "chat_template":
-        return isinstance(value, str)
     if name in ("extra_special_tokens", "additional_special_tokens"):
         return isinstance(value, list | dict)
     if name in ("bos_token", "eos_token"):

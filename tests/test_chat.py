@@ -622,7 +622,7 @@ def test_a_list_without_a_default_template_renders_only_conversations_with_tools
     for wrong in (5, ["x"], [{"name": "default"}], [{"name": [], "template": "x"}], {"default": 1}, [None]):
         content = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": wrong}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="chat_template"):
+        with pytest.raises(ValueError, match="expected a text, or a list of {name, template}"):
             get_tokenizer(tmp_path)
 
 
