@@ -34,6 +34,9 @@ from kernels.linear_cross_entropy import default_chunk_tokens
 from kernels.offload_activations import OffloadedActivations
 from kernels.recompute import recomputed
 
+# config.json's model_type. Rename it when you change what this file computes, say SiLU to GELU: other software then
+# refuses the weights, instead of computing something else with them. (New weights: OWN in runtime/hf_names.py.)
+MODEL_TYPE = "llama"
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 

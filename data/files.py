@@ -8,6 +8,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+LFS_ADVICE = "is a git-lfs pointer, not the file: fetch it with git lfs pull"
+
 
 def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     """Lock an open file until it is closed. Raises BlockingIOError if another process holds the lock.
@@ -62,14 +64,19 @@ def atomic_write(path: Path):
         partial.unlink(missing_ok=True)  # only still there after an error
 
 
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether these first bytes of a file are a git-lfs pointer's: git leaves one in place of each large file."""
+    return head.startswith(b"version https://git-lfs")
+
+
 class LfsPointer(ValueError):
     """A file is the three lines that stand for it in a clone made without git-lfs."""
 
 
 def refuse_lfs_pointer(head: bytes, path: Path) -> None:
     """Raises LfsPointer if a file begins as one."""
-    if head.startswith(b"version https://git-lfs.github.com/spec/"):
-        raise LfsPointer(f"{path} is a git-lfs pointer, not the file itself: fetch that with git lfs pull")
+    if is_lfs_pointer(head):
+        raise LfsPointer(f"{path} {LFS_ADVICE}")
 
 
 def write_json(path: Path, content: dict) -> None:

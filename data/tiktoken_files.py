@@ -15,7 +15,7 @@ from pathlib import Path
 import requests  # tiktoken depends on it and downloads with it
 import tiktoken
 
-from data.files import atomic_write
+from data.files import atomic_write, refuse_lfs_pointer
 
 ROOT = Path(__file__).resolve().parents[1]
 # Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
@@ -47,6 +47,18 @@ LLAMA3_SPECIAL_TOKENS = [
     "<|python_tag|>",  # 128010
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
 ]
+SPECIAL_TOKENS = {  # of each vocabulary
+    "bytes": {"<|endoftext|>"},
+    "gpt2": {"<|endoftext|>"},
+    "cl100k_base": {"<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|endofprompt|>"},
+    "o200k_base": {"<|endoftext|>", "<|endofprompt|>"},
+    "llama3": {*LLAMA3_SPECIAL_TOKENS, *(f"<|reserved_special_token_{i}|>" for i in range(248, 251))},  # 3.0's, too
+}
+MATCHING = ("single_word", "lstrip", "rstrip")  # options of an added token that tiktoken does not have
+BPE = {  # the model in a tokenizer.json, besides its vocab and merges
+    "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+    "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+}  # fmt: skip
 OPENAI = "https://openaipublic.blob.core.windows.net/"
 DOWNLOADS = {  # by tiktoken: path and SHA-256 of each file
     "gpt2": {
@@ -115,7 +127,9 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     tiktoken's own loader caches by path, and would return the old vocabulary after the file has changed.
     """
     ranks = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    content = file.read_bytes()
+    refuse_lfs_pointer(content, file)
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -144,17 +158,47 @@ def visible_bytes() -> dict[int, str]:
     return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def is_llama3(content: dict) -> bool:
-    """Whether a tokenizer.json is Llama 3's."""
+def is_vocabulary(name: str, content: dict) -> bool:
+    """Whether tiktoken gives the ids of a tokenizer.json as the vocabulary `name`.
+
+    It does if the file has the form that json_of_encoding writes and Meta publishes, and no added tokens.
+    """
     try:
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        return special.get("<|begin_of_text|>") == 128000 and pattern_of(content) == LLAMA3_PATTERN
-    except (KeyError, TypeError, IndexError):
+        added = content["added_tokens"]
+        if not {token["content"] for token in added} <= SPECIAL_TOKENS[name]:
+            return False
+        if not all(token["special"] and not any(token.get(option) for option in MATCHING) for token in added):
+            return False
+        if name == "bytes":
+            return content["model"]["vocab"] == json_of_bytes(bytes_encoding())["model"]["vocab"]
+        model = {key: value for key, value in content["model"].items() if key not in ("vocab", "merges")}
+        pieces = split_by(pattern_of(content))
+        return model == BPE and content["pre_tokenizer"] == pieces and content.get("normalizer") is None
+    except (KeyError, TypeError, IndexError, AttributeError):
         return False
 
 
 def pattern_of(content: dict) -> str:
     return content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+
+
+def split_by(pattern: str) -> dict:
+    """A pre_tokenizer that splits a text by a pattern, and spells bytes as characters."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
+
+
+def first_id(post_processor: dict | None) -> int | None:
+    """The id that a tokenizer.json's post_processor puts before a text, or None."""
+    match post_processor:
+        case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_], "special_tokens": named}:
+            return named[token]["ids"][0]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, token_id]}:
+            return token_id
+        case {"type": "Sequence", "processors": [*parts]}:
+            return next((found for found in map(first_id, parts) if found is not None), None)
+    return None
 
 
 def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
@@ -164,11 +208,10 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
         ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
         ranks = {token: rank for token, rank in ranks.items() if rank not in special.values()}
-        pattern = pattern_of(content)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file} is damaged, or not {name}'s: {error!r}") from error
-    check_ranks(ranks, file)
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        check_ranks(ranks, file)
+        return tiktoken.Encoding(name, pat_str=pattern_of(content), mergeable_ranks=ranks, special_tokens=special)
+    except (AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged, or not {name}'s: {error!s:.200}") from error
 
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
@@ -185,19 +228,13 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     ]
     # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
     pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
         "added_tokens": special_tokens(encoding),
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "pre_tokenizer": split_by(pattern),
         "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()}, "merges": merges,
-        },
+        "model": BPE | {"vocab": {spelled[token]: rank for token, rank in ranks.items()}, "merges": merges},
     }  # fmt: skip
 
 

@@ -19,15 +19,37 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
+from data.files import refuse_lfs_pointer
 from data.meta import FILES, check_meta
-from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
-from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, one_template, vocabulary_name
+from data.tiktoken_files import (
+    DOWNLOADS,
+    begin_with,
+    bytes_encoding,
+    encoding_of_json,
+    first_id,
+    is_vocabulary,
+    llama3_encoding,
+    openai_encoding,
+)
+from data.vocabulary import (
+    HuggingFace,
+    Tiktoken,
+    Tokenizer,
+    ids_of_json,
+    is_id,
+    one_template,
+    spelling,
+    vocabulary_name,
+)
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
+MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
+LLAMA3_HASHES = {"tokenizer.json-6ea727c43071", "tokenizer.json-05ed779349be"}  # of 3.1 and later, of 3.0
+MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
 DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,11 +93,9 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     sizes = (params.get("vocab_size"), config.get("vocab_size"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
     files = dataset_files(folder, meta) if meta else read_files(folder, FILES)
-    if name == "bytes":
-        tokenizer = get_tokenizer(name)
-    elif "tokenizer.json" in files:
+    if "tokenizer.json" in files:
         tokenizer = read_json(folder / "tokenizer.json", files, name, config.get("eos_token_id"))
-    elif name in DOWNLOADS:
+    elif name == "bytes" or name in DOWNLOADS:
         tokenizer = get_tokenizer(name)
     elif name == "llama3" or LLAMA3_VOCAB in sizes or any((folder / name).exists() for name in MODEL_FILES):
         tokenizer = read_model(find_model(folder, ROOT))
@@ -86,6 +106,15 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         )
     if data:
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
+    set_bos(tokenizer, name, config, meta, data)
+    if tokenizer.bos is not None and not is_id(tokenizer.bos, tokenizer.n_vocab):
+        raise ValueError(f"{folder} begins texts with {tokenizer.bos!r:.60}: expected a token of its tokenizer")
+    set_chat_template(tokenizer, folder, files | ({} if meta else read_files(folder, [TOOL_TEMPLATE])))
+    return tokenizer
+
+
+def set_bos(tokenizer: Tokenizer, name: str | None, config: dict, meta: dict, data: dict) -> None:
+    """Let prompts begin as the texts did that a dataset (meta) holds or a model was trained on (data, config)."""
     # meta.json has the bos of the data, but not one that is the end_of_text: that stands between documents anyway.
     if meta or (data and tokenizer.bos != tokenizer.end_of_text):
         tokenizer.bos = data.get("bos")
@@ -94,14 +123,21 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     tokenizer.hf_bos = tokenizer.bos
     if tokenizer.bos is None and not meta:
         tokenizer.bos = doc_start_of(config, data)
-    if "chat_template.jinja" in files:
-        tokenizer.chat_template = files["chat_template.jinja"].decode()
-    tool_use = {} if meta else read_files(folder, [TOOL_TEMPLATE])
-    if tool_use:
-        both = {"default": tokenizer.chat_template, "tool_use": tool_use[TOOL_TEMPLATE].decode()}
+
+
+def set_chat_template(tokenizer: Tokenizer, folder: Path, files: dict[str, bytes]) -> None:
+    """Use chat_template.jinja, and tool_use.jinja for conversations with tools, if they are among the files."""
+    templates = {}
+    for file in {"chat_template.jinja", TOOL_TEMPLATE} & files.keys():
+        try:
+            templates[file] = files[file].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder / file} is not UTF-8: {error}") from error
+    tokenizer.chat_template = templates.get("chat_template.jinja", tokenizer.chat_template)
+    if TOOL_TEMPLATE in templates:
+        both = {"default": tokenizer.chat_template, "tool_use": templates[TOOL_TEMPLATE]}
         tokenizer.chat_template = one_template(both)
         tokenizer.files = tokenizer.files | {"chat_template.jinja": tokenizer.chat_template.encode()}
-    return tokenizer
 
 
 def doc_start_of(config: dict, data: dict) -> int | None:
@@ -122,7 +158,15 @@ def doc_start_of(config: dict, data: dict) -> int | None:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    """Those of these files that a folder has. Raises ValueError for a git-lfs pointer, or a very large file."""
+    paths = {name: folder / name for name in names if (folder / name).is_file()}
+    for path in paths.values():
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MOST_FILE_BYTES:,} bytes: it is no tokenizer's")
+    files = {name: path.read_bytes() for name, path in paths.items()}
+    for name, content in files.items():
+        refuse_lfs_pointer(content, folder / name)
+    return files
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
@@ -138,15 +182,128 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
 
 def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
     """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: eos_token_id of config.json."""
-    config, content = {}, parse(files["tokenizer.json"], path)
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        config |= parse(files.get(file, b"{}"), path.with_name(file))
+    content = parse(files["tokenizer.json"], path)
+    config = read_options(path.parent, files)
     generation = parse(files.get("generation_config.json", b"{}"), path.with_name("generation_config.json"))
     config["eos_token_id"] = generation.get("eos_token_id", eos)
-    name = "llama3" if is_llama3(content) else name
+    try:
+        name = name_of_json(content, name)
+        begins = first_id(content.get("post_processor"))
+    except MALFORMED as error:
+        raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
+    config["first_id"] = begins if is_id(begins) else None
+    if name == "bytes":
+        return get_tokenizer(name)
     if name in NAMES:
         return Tiktoken(encoding_of_json(name, content, path), files, config)
     return HuggingFace(path, files, config)
+
+
+def name_of_json(content: dict, written_as: str | None = None) -> str:
+    """The name of the tokenizer in a tokenizer.json: a hash of its vocabulary, unless it is one that tiktoken reads.
+
+    written_as: what nanocria called it when it wrote the file, which others may have changed since.
+    """
+    if written_as in NAMES and is_vocabulary(written_as, content):
+        return written_as
+    name = vocabulary_name(ids_of_json(content))
+    return "llama3" if name in LLAMA3_HASHES and is_vocabulary("llama3", content) else name
+
+
+def read_options(folder: Path, files: dict[str, bytes]) -> dict:
+    """tokenizer_config.json and special_tokens_map.json in one: what is null in one may stand in the other.
+
+    Where both have a token, transformers takes the latter's, unless the former is new enough for added_tokens_decoder.
+    Raises ValueError for values of other types than theirs.
+    """
+    config = {}
+    names = {}
+    for file, options in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
+        for name, value in parse(files.get(file, b"{}"), folder / file).items():
+            if value is None:
+                continue
+            if not valid_option(name, value):
+                raise ValueError(f"{folder / file} has {value!r:.60} as {name}, of another type than expected")
+            options[name] = value
+    return names | config if "added_tokens_decoder" in config else config | names
+
+
+def valid_option(name: str, value) -> bool:
+    """Whether an option of a tokenizer has a type that nanocria can use."""
+    if name == "add_bos_token":
+        return isinstance(value, bool)
+    if name in ("extra_special_tokens", "additional_special_tokens"):
+        return isinstance(value, list | dict)
+    if name in ("bos_token", "eos_token"):
+        return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+    return True
+
+
+def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None) -> dict[str, bytes]:
+    """Tokenizer files with which other software reads texts and conversations as training did.
+
+    meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Files that no reader understands
+    stay as they are.
+    """
+    try:
+        files = one_chat_template(files)
+        begins = first_id(parse_file(files, "tokenizer.json").get("post_processor"))
+        # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
+        if meta and "tokenizer.json" in files and not ("bos" not in meta and begins == meta["end_of_text"]):
+            files = begin_texts_with(files, meta.get("bos"))
+        # Without a bos a text follows the end of another. Conversations have what their template writes.
+        if "bos" not in meta and "train_targets" not in meta and bos_token == meta.get("end_of_text", ...):
+            files = name_bos(files, bos_token)
+        return files
+    except MALFORMED:
+        return files
+
+
+def one_chat_template(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Leave chat_template.jinja, if there is one, as the only template: transformers prefers it to those in
+    tokenizer_config.json, llama.cpp's reader does not.
+    """
+    config = parse_file(files, "tokenizer_config.json")
+    if "chat_template.jinja" not in files or "chat_template" not in config:
+        return files
+    del config["chat_template"]
+    return files | {"tokenizer_config.json": to_json(config)}
+
+
+def begin_texts_with(files: dict[str, bytes], bos: int | None) -> dict[str, bytes]:
+    """Let others put the id `bos` before a text, or none."""
+    content = parse_file(files, "tokenizer.json")
+    config = parse_file(files, "tokenizer_config.json")
+    same = first_id(content.get("post_processor")) == bos
+    if same and config.get("add_bos_token") in (None, bos is not None):
+        return files
+    if not same:
+        content["post_processor"] = None if bos is None else begin_with(token_of(content, bos), bos)
+    config["add_bos_token"] = bos is not None  # for llama.cpp, and transformers before 5
+    return files | {"tokenizer.json": to_json(content), "tokenizer_config.json": to_json(config)}
+
+
+def name_bos(files: dict[str, bytes], bos: int) -> dict[str, bytes]:
+    """Let the token that others call bos, if they call one so, be this."""
+    token = token_of(parse_file(files, "tokenizer.json"), bos)
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        options = parse_file(files, file)
+        if options.get("bos_token") and spelling(options["bos_token"]) != token:
+            files = files | {file: to_json(options | {"bos_token": token})}
+    return files
+
+
+def token_of(content: dict, token_id: int) -> str:
+    """The text of a token in a tokenizer.json."""
+    return {i: token for token, i in ids_of_json(content).items()}[token_id]
+
+
+def parse_file(files: dict[str, bytes], name: str) -> dict:
+    return parse(files.get(name, b"{}"), Path(name))
+
+
+def to_json(content: dict) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def read_model(file: Path) -> Tokenizer:
@@ -171,16 +328,15 @@ def parse(content: bytes, path: Path) -> dict:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
+        refuse_lfs_pointer(content, path)
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return found
 
 
-def published_name(folder: Path) -> str | None:
-    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; None if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = parse((folder / "tokenizer.json").read_bytes(), folder)
-        ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
-        return "llama3" if is_llama3(content) else vocabulary_name(ids)
-    return None
+def published_name(folder: Path, written_as: str | None = None) -> str | None:
+    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; written_as if it cannot be read."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        return name_of_json(parse((folder / "tokenizer.json").read_bytes(), folder), written_as)
+    return written_as

@@ -6,7 +6,7 @@ A dataset is a folder of
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
     train.mask, val.mask   for conversations: a byte per token with the bits IS_TARGET and OPENS
     meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
-                         documents, tokens, UTF-8 bytes and SHA-256 of each split, tokens of each file
+                         documents, tokens, UTF-8 bytes and SHA-256 of each split, tokens of each file; data/meta.py
     tokenizer.json, ...  the tokenizer's files, if its name is not enough; meta.json has their SHA-256
 
 Every document ends with the end-of-text token, a conversation as its template ends it. meta.json is written last: a

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
@@ -16,6 +15,8 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
+HIDDEN = "\ufdd0\ufdd1\ufdd2"  # before the name of a piece that no text may hold: Unicode noncharacters
+ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
 
@@ -57,7 +58,12 @@ class Tokenizer:
         self.end_of_text, eos = ends[0], config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
-        self.eos = list(dict.fromkeys(token for token in eos if isinstance(token, int)))
+        self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
+        self.bos = config.get("first_id")
+        if config.get("add_bos_token") is False:
+            self.bos = None
+        elif config.get("add_bos_token") and self.bos is None:
+            self.bos = id_of(self.bos_token)
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
         self.chat_template = one_template(named_templates(config.get("chat_template")))
@@ -69,8 +75,10 @@ class Tiktoken(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
         self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-        self.special_tokens, self.bos = set(special), special.get("<|begin_of_text|>")
-        config = {"eos_token_id": [special.get(token) for token in LLAMA3_EOS]} if config is None else config
+        self.special_tokens = set(special)
+        if config is None:  # of Meta's or OpenAI's own files
+            eos = [special.get(token) for token in LLAMA3_EOS]
+            config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
         self.set_special_tokens(special.get, config)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -108,33 +116,63 @@ class HuggingFace(Tokenizer):
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers has no exception class of its own
-            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error}") from error
+            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!s:.200}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
         self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
+        try:
+            self.add_named_tokens(config, ids)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            said = "has special or added tokens that are not as transformers writes them"
+            raise ValueError(f"{path.with_name('tokenizer_config.json')} {said}: {error!r:.60}") from error
         added = self.backend.get_added_tokens_decoder().values()
         self.special_tokens = {token.content for token in added if token.special}
         self.special_ids = {ids[token] for token in self.special_tokens}
-        example, adds_bos = self.backend.encode("a"), config.get("add_bos_token")
-        adds_bos = example.special_tokens_mask[0] if adds_bos is None else adds_bos
-        self.bos = ids.get(spelling(config.get("bos_token")), example.ids[0]) if adds_bos else None
         self.set_special_tokens(ids.get, config)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        self.backend.encode_special_tokens = not special
         text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8
-        ids = self.ids_of(text)
+        self.backend.encode_special_tokens = not special
+        ids = ids_of_text(self.backend, text)
         if special or self.special_ids.isdisjoint(ids):
             return ids
-        # A Unigram model matches special tokens as ordinary pieces: cut them apart. <unk> alone needs no cut.
-        cuts = [found.end() for found in beginnings(frozenset(self.special_tokens)).finditer(text)]
-        pieces = (text[first:end] for first, end in pairwise([0, *cuts, None]))
-        return [token for piece in pieces for token in self.ids_of(piece)] if cuts else ids
+        # The model has special tokens among its pieces, as Unigram's do.
+        backend, ids_in_backend = self.text_backend
+        return [ids_in_backend.get(token, token) for token in ids_of_text(backend, text)]
 
-    def ids_of(self, text: str) -> list[int]:
-        # fast: without the offsets of tokens in the text, which take a quarter of the time
-        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def add_named_tokens(self, config: dict, ids: dict[str, int]) -> None:
+        """Add what tokenizer_config.json and special_tokens_map.json say of tokens, as transformers does. Tokens that
+        are not in the vocabulary stay out: the weights have no rows for them.
+        """
+        from tokenizers import AddedToken
+
+        def added_token(value):
+            fields = value if isinstance(value, dict) else {"content": value, "special": True}
+            return AddedToken(**{name: fields[name] for name in ADDED_TOKEN if name in fields})
+
+        tokens = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+        for value in config.get("added_tokens_decoder", {}).values():
+            tokens[value["content"]] = added_token(value)
+        named = [value for name, value in config.items() if name.endswith("_token") and spelling(value)]
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
+            tokens.setdefault(spelling(value), added_token(value))
+        for value in named:
+            tokens[spelling(value)].special = True
+        self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
+
+    @functools.cached_property
+    def text_backend(self) -> tuple:
+        """The backend with its special pieces under names that no text has, and {id: id in self.backend}."""
+        import tokenizers
+
+        content = json.loads(self.backend.to_str())
+        added = [token["content"] for token in content["added_tokens"]]
+        hide_pieces(content["model"], self.special_tokens)
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content | {"post_processor": None}))
+        backend.encode_special_tokens = True
+        return backend, {backend.token_to_id(token): self.backend.token_to_id(token) for token in added}
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -165,6 +203,28 @@ class TextStream:
         return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
 
 
+def ids_of_text(backend, text: str) -> list[int]:
+    # fast: without the offsets of tokens in the text, which take a quarter of the time
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def hide_pieces(model: dict, special_tokens: set[str]) -> None:
+    """Rename special tokens among the pieces of a tokenizer.json's model, so that no text holds them.
+
+    Single characters and what BPE merges stay: texts need them, and no other pieces have their ids.
+    """
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+    inside = model.get("continuing_subword_prefix") or ""
+    needed = {piece for left, right in merges for piece in (left, right, left + right.removeprefix(inside))}
+    names = {token: HIDDEN + token for token in special_tokens - needed if len(token) > 1}
+    if isinstance(model["vocab"], list):  # Unigram
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+
+
 @functools.lru_cache(maxsize=8)
 def beginnings(tokens: frozenset[str]) -> re.Pattern:
     """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
@@ -173,7 +233,20 @@ def beginnings(tokens: frozenset[str]) -> re.Pattern:
 
 def spelling(token: str | dict | None) -> str:
     """The text of a special token in tokenizer_config.json: there a string, an object or null."""
-    return token.get("content", "") if isinstance(token, dict) else token or ""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def is_id(token, n_vocab: int = 2**31) -> bool:
+    return type(token) is int and 0 <= token < n_vocab
+
+
+def ids_of_json(content: dict) -> dict[str, int]:
+    """The ids of all tokens in a tokenizer.json."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram's pieces and their scores
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
 
 
 def named_templates(content: str | list[dict] | None) -> dict[str, str]:

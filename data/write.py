@@ -24,7 +24,7 @@ from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
 from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
-from data.meta import FIELDS, SPLITS
+from data.meta import FIELDS, SPLITS, check_meta
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import token_dtype
 
@@ -72,7 +72,9 @@ def write_dataset(
     extra: dict | None = None,
     **options,  # for write_tokens
 ) -> dict:
-    """Write a dataset of one train.bin and one val.bin; return its meta.json, which includes `extra`."""
+    """Write a dataset of one train.bin and one val.bin; return its meta.json, which includes `extra`, FIELDS of
+    data/meta.py.
+    """
     val_text = bytearray()
     if not options.get("encode"):
         documents = keep_val_text(documents, val_text)
@@ -158,6 +160,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         **extra,
         files={s: {f"{s}{shard}.bin": c[s]["tokens"] for shard, c in shards.items() if c[s]["tokens"]} for s in SPLITS},
     )
+    check_meta(meta, folder / "meta.json")  # train.py will
     write_json(folder / "meta.json", meta)
     return meta
 

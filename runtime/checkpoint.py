@@ -23,7 +23,7 @@ from lora import add_lora
 from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
-from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
+from runtime.checkpoint_folder import Folder, check_sizes, fingerprint, open_folder, read_into, write_folder
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -343,6 +343,8 @@ def _load_model(path, device, dtype, base_dtype):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, _ = read_config(folder)
+    base = open_base(folder) if folder.adapter else None
+    check_sizes(base or folder, settings)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:
@@ -350,8 +352,8 @@ def _load_model(path, device, dtype, base_dtype):
             add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])
     model.to_empty(device=device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if folder.adapter:
-        read_base(open_base(folder), model, dtype=getattr(torch, folder.run["dtype"]))
+    if base:
+        read_base(base, model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
     for name, p in model.named_parameters():
         if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():

@@ -14,10 +14,13 @@ Nothing is pickled: reading a folder never executes code from it. The same funct
 no run.json, so there are no digests to check its bytes against.
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +28,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.files import LFS_ADVICE, is_lfs_pointer
 from data.meta import check_meta
 from data.tokenizer import FILES, MODEL_FILES, published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
 from runtime.hf_config import ADAPTED, add_missing
-from runtime.hf_names import Rows
+from runtime.hf_names import Rows, unwrapped_names
 from runtime.safetensors_file import (
     PIECE_BYTES,
     Damaged,
@@ -49,6 +53,7 @@ from runtime.safetensors_file import (
 )
 
 FILE_BYTES = 5 * 10**9  # maximum for one .safetensors, Hugging Face's
+DOCUMENT_BYTES = 2**28  # maximum for any other file; the largest tokenizer.json have 4e7
 FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # what an index may name: no file in another folder
 KEPT = (*FILES, *MODEL_FILES)  # copied from the folder that a run began with
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -229,8 +234,9 @@ def _open_folder(path, stems):
     if adapted and "base_model_name_or_path" not in adapter:
         raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     add_missing(config, run or {})
-    if "nanocria_tokenizer" not in config and (name := published_name(path)):
-        config["nanocria_tokenizer"] = name
+    if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
+        name = published_name(path, config.get("nanocria_tokenizer"))
+        config |= {"nanocria_tokenizer": name} if name is not None else {}
     tensors = {}
     for stem in stems:
         stem = "adapter_model" if adapted and stem == "model" else stem
@@ -243,12 +249,14 @@ def _open_folder(path, stems):
 
 
 def _find_tensors(path, single, pieces):
-    """The tensors of one file, or of all files that its index names."""
+    """The tensors of one file or, without it, of all files that the index names."""
     index, where = path / f"{single}.index.json", {}
-    missing = not (index.exists() or (path / single).exists())
-    if missing and single == "model.safetensors" and (others := other_weights(path)):
+    whole = (path / single).exists() if pieces is None else single in pieces
+    if not whole and not index.exists() and single == "model.safetensors" and (others := other_weights(path)):
         raise Damaged(f"{path / single} is missing: {path} holds {others}")
-    if index.exists() or index.name in (pieces or {}):
+    if whole and pieces is None:
+        _say_unread(path, single)
+    elif index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(path, index.name, pieces), index).get("weight_map")
         if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
             raise Damaged(f"{index} has no weight_map from tensor names to file names")
@@ -259,8 +267,26 @@ def _find_tensors(path, single, pieces):
         tensors |= {name: (file, info) for name, info in infos.items() if where.get(name, file) == file}
     lost = where.keys() - tensors.keys()
     if lost:
-        raise Damaged(f"{index} says that {min(lost)!r} is in {where[min(lost)]}, but it is not")
-    return tensors
+        raise Damaged(f"{index} says that {min(lost)!r:.200} is in {where[min(lost)]}, but it is not")
+    if pieces is not None:
+        return tensors
+    found = {}
+    for inner, name in unwrapped_names(tensors, path).items():
+        file, info = tensors[name]
+        found[inner] = file, info._replace(name=inner)
+    return found
+
+
+@functools.cache
+def _say_unread(folder, single):
+    """Say, once, which files beside a whole one are not read: like transformers we prefer it to those of an index."""
+    index = folder / f"{single}.index.json"
+    unread = sorted(file.name for file in folder.glob(single.replace(".", "-*.")))
+    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # missing or damaged
+        weight_map = parse_json(read_document(folder, index.name), index).get("weight_map")
+        unread += [index.name] if set(weight_map.values()) != {single} else []
+    if unread:
+        print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
 
 
 def read_run(path: Path) -> dict | None:
@@ -286,8 +312,13 @@ def other_weights(path: Path) -> str | None:
 def read_document(folder: Path, name: str, pieces: dict[str, list[Piece]] | None = None) -> bytes:
     """Read a small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
     with open_to_read(folder / name) as file:
-        content = bytearray(os.fstat(file.fileno()).st_size)
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes > DOCUMENT_BYTES:
+            raise Damaged(f"{folder / name} has {n_bytes:,} bytes: no file of its kind is that large")
+        content = bytearray(n_bytes)
         read_bytes(file, 0, memoryview(content), _pieces_of(file, name, pieces))
+    if is_lfs_pointer(content):
+        raise Damaged(f"{folder / name} {LFS_ADVICE}")
     return bytes(content)
 
 
@@ -316,6 +347,25 @@ def _parse_digests(run, path):
     return pieces
 
 
+def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> tuple[str, TensorInfo]:
+    """The file with a tensor, and where in it. ValueError if the folder has none of this shape."""
+    file, info = folder.tensors.get(name, (None, None))
+    if not info or info.shape != tuple(shape):
+        found = f"shape {tuple(info.shape)}" if info else "none"
+        raise ValueError(f"expected {name} of shape {tuple(shape)}: {folder.path} has {found}")
+    return file, info
+
+
+def check_sizes(folder: Folder, settings: dict) -> None:
+    """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
+    take any amount of memory: call it before building one. settings: read_config's.
+    """
+    n_embd, last_layer = settings["n_embd"], f"model.layers.{settings['n_layer'] - 1}"
+    find_tensor(folder, "model.embed_tokens.weight", (settings["vocab_size"], n_embd))
+    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
+    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
+
+
 @torch.no_grad()
 def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
     """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank must call it.
@@ -326,10 +376,7 @@ def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
 
     def read():
         for wanted in rows:
-            file, info = folder.tensors.get(wanted.name, (None, None))
-            if not info or info.shape != wanted.shape:
-                found = f"shape {tuple(info.shape)}" if info else "none"
-                raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
+            file, info = find_tensor(folder, wanted.name, wanted.shape)
             x = wanted.tensor
             if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
                 raise ValueError(f"{folder.path} has {info.name} in {info.dtype}: expected one of {WEIGHT_DTYPES}")

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import model
 from configurator import SettingError, check
 from data.tokenizer import DOC_START, LLAMA3_VOCAB, doc_start_of
 from model import ROPE_SCALING_KEYS, LlamaConfig
+from runtime import hf_names
 
 ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
@@ -21,6 +23,7 @@ NAMES = {  # our name -> Hugging Face's
     "norm_eps": "rms_norm_eps",
     "block_size": "max_position_embeddings",
 }
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers' defaults for what a config.json omits.
 DEFAULTS = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 11008,
@@ -40,7 +43,12 @@ def setting(path: Path, theirs: dict, name: str, *options) -> Any:
     try:
         return check(f"{path}: {name}", list(options), theirs.get(name))
     except SettingError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{error!s:.300}") from error
+
+
+def model_type() -> str:
+    """What config.json calls the model. Other software goes by it, so it is Llama's only if the model computes that."""
+    return "nanocria" if hf_names.OWN and model.MODEL_TYPE == "llama" else model.MODEL_TYPE
 
 
 def read_config(folder) -> tuple[dict, str | None]:
@@ -52,10 +60,12 @@ def read_config(folder) -> tuple[dict, str | None]:
     path, theirs = folder.path / (ADAPTED if folder.adapter else "config.json"), folder.config
     if not os.path.exists(path):
         path = folder.path / "params.json"
-    if theirs.get("model_type") != "llama":
-        raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
+    if theirs.get("model_type") not in ("llama", model_type()):
+        raise ValueError(f"{path} describes a {theirs.get('model_type')!s:.60} model, not a Llama")
     if theirs.get("quantization_config"):
         raise ValueError(f"{path} describes quantized weights: use them in bfloat16, float16 or float32")
+    if theirs.get("transformers_weights") is not None:
+        raise ValueError(f"{path} names transformers_weights, which are not read: only model.safetensors and its index")
     theirs = DEFAULTS | theirs
     if theirs.get("num_key_value_heads") is None:
         theirs["num_key_value_heads"] = theirs["num_attention_heads"]
@@ -74,7 +84,11 @@ def read_config(folder) -> tuple[dict, str | None]:
         if theirs.get(name):
             raise ValueError(f"{path} has {name}, biases of {where}: they are not supported, Llama 3 has none")
     if theirs["hidden_act"] != "silu":
-        raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
+        raise ValueError(f"{path} has the activation {theirs['hidden_act']!s:.60}: Llama 3's is silu")
+    for name in SPECIAL_TOKENS:
+        ids = setting(path, theirs, name, int, list, None)
+        if isinstance(ids, list) and not all(type(token) is int for token in ids):
+            raise ValueError(f"{path}: {name} expects token ids, got {ids!r:.60}")
     try:
         LlamaConfig(**settings)
     except ValueError as error:
@@ -99,14 +113,24 @@ def add_missing(config: dict, run: dict) -> None:
 
 
 def _read_rope(path: Path, theirs: dict) -> dict:
-    """Our two settings for RoPE. Old files keep them in other places, and call rope_type "type"."""
-    places = ("rope_parameters", "rope_scaling")
-    rope = theirs | next(filter(None, (setting(path, theirs, place, dict, None) for place in places)), {})
-    rope_type = rope.get("rope_type") or rope.get("type", "default")
+    """Our two settings for RoPE. Newer files have rope_parameters, older ones rope_scaling, which wins if both have
+    something; there the type may be called "type", and theta stands outside.
+    """
+    new, old = (setting(path, theirs, place, dict, None) for place in ("rope_parameters", "rope_scaling"))
+    rope = old or new or {}
+    theta = setting(path, theirs | rope, "rope_theta", float)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"{path} has RoPE of type {rope_type}: default and llama3 are supported")
-    scaling = {key: rope[key] for key in sorted(ROPE_SCALING_KEYS & rope.keys())} if rope_type == "llama3" else None
-    return {"rope_theta": setting(path, rope, "rope_theta", float), "rope_scaling": scaling}
+        raise ValueError(f"{path} has RoPE of type {rope_type!s:.60}: default and llama3 are supported")
+    if (theirs | rope).get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"{path} has a partial_rotary_factor: Llama 3 rotates whole heads")
+    if rope_type == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    scaling = {key: setting(path, rope, key, float) for key in ROPE_SCALING_KEYS & rope.keys()}
+    original = "original_max_position_embeddings"
+    if original in theirs or ROPE_SCALING_KEYS - scaling.keys() == {original}:
+        scaling[original] = setting(path, theirs, original if original in theirs else "max_position_embeddings", int)
+    return {"rope_theta": theta, "rope_scaling": dict(sorted(scaling.items()))}
 
 
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
@@ -124,8 +148,14 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
     published = begun_with.get(positions, DEFAULTS[positions]) if begun_with else 0
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
     context = max(config.block_size, begun_with.get(CONTEXT) or published)
+    if model_type() == "llama":
+        described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    else:
+        described = {"architectures": ["NanocriaForCausalLM"], "model_type": model_type()}
+    if begun_with.get("pad_token_id") is not None:
+        described["pad_token_id"] = begun_with["pad_token_id"]
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        **described,
         **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},
         positions: int(max(context, published, stretched)), CONTEXT: int(context), "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},

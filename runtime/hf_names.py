@@ -5,7 +5,8 @@ each rank some rows of the stack, so some rows of some of the matrices. Optimize
 parameter are split alike, and named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have peft's names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,13 @@ NAMES = {  # our name, without the layer -> Hugging Face's names of the matrices
     "norm.weight": ["model.norm.weight"],
     "lm_head.weight": ["lm_head.weight"],
 }
-OWN = set()  # names of parameters that you add: checkpoints have them, the weights that a run begins with may lack them
+# Names of parameters that you add, such as "mlp.gain.weight": checkpoints have them, the weights that a run begins with
+# may lack them. With any, config.json has another model_type, so that other software refuses the checkpoint.
+OWN = set()
+PUBLISHED = {name for names in NAMES.values() for name in names}
+PUBLISHED |= {name.replace("weight", "bias") for name in PUBLISHED if "_proj" in name}
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # torch.compile's, DDP's, ...
 
 
 class Rows(NamedTuple):
@@ -47,9 +53,25 @@ def hf_names(name: str) -> list[str]:
         weights = hf_names(f"{part}.weight")
         return [f"base_model.model.{weight.removesuffix('weight')}{ADAPTERS[adapter]}" for weight in weights]
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
+    if rest in OWN & PUBLISHED - NAMES.keys():
+        raise ValueError(f"{name} would be another parameter in Hugging Face's Llama: rename it in model.py and in OWN")
     if rest not in NAMES.keys() | OWN:
         raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to OWN in runtime/hf_names.py")
     return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES.get(rest, [rest])]
+
+
+def unwrapped_names(names: Iterable[str], path: Path) -> dict[str, str]:
+    """{the name in the model: the name in the file} for parameters of which some modules, or all, were wrapped.
+
+    Raises ValueError if two names become one. path: of the file or folder.
+    """
+    found = {}
+    for name in names:
+        inner = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        if inner in found:
+            raise ValueError(f"{path} has both {found[inner]!r:.200} and {name!r:.200}: keep one of them")
+        found[inner] = name
+    return found
 
 
 def stacked_rows(name: str, shape: torch.Size) -> list[int]:

@@ -5,14 +5,15 @@ and k are reordered. The .pth is read with weights_only: no code in it is execut
 """
 
 import os
-import pickle
 import re
 from pathlib import Path
 
 import torch
 
+from data.files import refuse_lfs_pointer
 from runtime import hf_config
-from runtime.safetensors_file import TensorInfo, parse_json
+from runtime.hf_names import unwrapped_names
+from runtime.safetensors_file import TensorInfo, open_to_read, parse_json
 
 FILE = "consolidated.00.pth"
 NAMES = {  # Meta's name -> Hugging Face's
@@ -58,6 +59,7 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
     if config["vocab_size"] != hf_config.LLAMA3_VOCAB:
         raise ValueError(f"{path} says vocab_size {config['vocab_size']}: Llama 3's is {hf_config.LLAMA3_VOCAB}")
     head, embedding = (weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    gate = weights.get("model.layers.0.mlp.gate_proj.weight")
     tied = head is None or (embedding is not None and torch.equal(head, embedding))
     if tied:
         weights.pop("lm_head.weight", None)
@@ -67,7 +69,7 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
                "original_max_position_embeddings": 8192}  # fmt: skip
     config |= SPECIAL_TOKENS | {
         "model_type": "llama", "tie_word_embeddings": tied,
-        "intermediate_size": len(weights.get("model.layers.0.mlp.gate_proj.weight", ())),
+        "intermediate_size": gate.shape[0] if gate is not None and gate.ndim else 0,
         "rope_scaling": scaling if stretched else None, "max_position_embeddings": 131072 if stretched else 8192,
     }  # fmt: skip
     return config, {name: (FILE, TensorInfo(name, x.dtype, tuple(x.shape), 0)) for name, x in weights.items()}
@@ -87,13 +89,23 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
     path, n_files = folder / FILE, len(list(folder.glob("consolidated.*.pth")))
     if n_files > 1:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only a single {FILE} is supported")
+    with open_to_read(path) as file:
+        refuse_lfs_pointer(file.read(100), path)
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a hostile file may raise anything
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
-    if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
+    if not (isinstance(weights, dict) and all(map(_is_named_tensor, weights.items()))):
         raise ValueError(f"{path} does not hold tensors by name")
-    return {_hf_name(name): x for name, x in weights.items() if name != "rope.freqs"}
+    names = unwrapped_names(weights, path)
+    return {_hf_name(inner): weights[name] for inner, name in names.items() if inner != "rope.freqs"}
+
+
+def _is_named_tensor(item: tuple) -> bool:
+    name, x = item
+    return isinstance(name, str) and isinstance(x, torch.Tensor)
 
 
 def _hf_name(name: str) -> str:

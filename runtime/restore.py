@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import dataset_files, tokenizer_of
+from data.tokenizer import dataset_files, files_for_others, parse, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import KEPT, Folder, fingerprint, open_folder, other_weights, read_document
+from runtime.checkpoint_folder import KEPT, Folder, check_sizes, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
 from runtime.hf_names import OWN, hf_names
@@ -99,7 +99,7 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
     try:
         folder = _open_checkpoint(start) if resumes else open_folder(start)
         _require_same_model(folder, resumes, config, settings, dataset)
-        _base_of(folder, settings)
+        check_sizes(_base_of(folder, settings) or folder, read_config(folder)[0])
         if resumes:
             _require_same_start(folder, settings["init_from"])
     except (OSError, ValueError) as error:
@@ -221,12 +221,13 @@ def documents(
                 found = tokenizer_of(data or folder.path).hf_files() | found
         if tokenizer == "llama3" and "tokenizer.json" in found:
             found.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
-        return found
+        return files_for_others(found, dataset, config_json["bos_token_id"])
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     found = from_rank_0(read)
     if "generation_config.json" in found and dataset.get("eos"):  # transformers prefers its eos
-        generation = json.loads(found["generation_config.json"]) | {"eos_token_id": config_json["eos_token_id"]}
+        generation = parse(found["generation_config.json"], Path("generation_config.json"))
+        generation["eos_token_id"] = config_json["eos_token_id"]
         found["generation_config.json"] = json.dumps(generation, indent=2).encode()
     return found | {"config.json": json.dumps(config_json, indent=2).encode()}
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data.files import LFS_ADVICE
 from runtime.distributed import local_world_size
 
 DTYPES = {
@@ -216,7 +217,7 @@ def read_header(file: FileIO, pieces: list[Piece] | None = None) -> dict[str, Te
     read_bytes(file, 0, memoryview(start), None)
     n = int.from_bytes(start, "little")
     if start == b"version ":
-        raise Damaged(f"{file.name} is a git-lfs pointer, not the file: fetch it with git lfs pull")
+        raise Damaged(f"{file.name} {LFS_ADVICE}")
     if n > min(HEADER_BYTES, size - 8):
         raise Damaged(
             f"{file.name}, of {size} bytes, is not a safetensors file, or a damaged one: its header has {n} bytes"

@@ -43,6 +43,31 @@ def test_rope_as_older_versions_write_it(tmp_path, old):
     assert_same_model(tmp_path, tmp_path)
 
 
+LLAMA3 = {"rope_type": "llama3", **SCALING}
+NEW = [None, {}, {"rope_type": "default", "rope_theta": 777.0}, {"rope_theta": 777.0, **LLAMA3}]
+OLD = [None, {}, {"type": "default"}, {"type": "llama3", **SCALING, "factor": 2.0}, {"rope_theta": 55.0, **LLAMA3}]
+OLD += [{name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}]
+
+
+@pytest.mark.parametrize("theta", [None, 500.0])
+@pytest.mark.parametrize("new", NEW, ids=str)
+def test_rope_in_two_places_is_read_as_in_transformers(tmp_path, new, theta):
+    publish(tmp_path)
+    for old in OLD:
+        edit_config(tmp_path, rope_parameters=new, rope_scaling=old, rope_theta=theta)
+        assert_same_model(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "proportional", None])
+def test_other_kinds_of_rope_are_refused_in_either_place(tmp_path, kind, name, place):
+    publish(tmp_path, rope_scaling=None)  # rope_parameters: default
+    edit_config(tmp_path, **{place: {name: kind, "factor": 4.0, "rope_theta": 1e4}})
+    with pytest.raises(ValueError, match=f"RoPE of type {kind}"):
+        load_model(tmp_path)
+
+
 def test_a_tied_file_may_keep_the_head_alone(tmp_path):
     hf, path = publish(tmp_path), tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -1,5 +1,6 @@
 """Hugging Face's folders in and out: the same model on both sides, whole or sharded; user errors get one line."""
 
+import itertools
 import json
 import math
 import re
@@ -13,12 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import convert
+import model as model_module
+from data.chat import prepare as chat
+from data.tokenizer import tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import checkpoint_folder, hf_config
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, read_run
 from runtime.hf_config import read_config
-from tests.published import assert_same_model, edit_config, hf_llama
+from tests.published import CHATML, assert_same_model, edit_config, hf_llama, publish_chat_model
 from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -279,6 +283,7 @@ def holds(name, change, source=None):
 
 
 WEIGHTS = "model.safetensors"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_file.py has damaged files
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
     "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
@@ -306,7 +311,17 @@ USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_
     "holds pickled weights, which are not read": renames(WEIGHTS, "pytorch_model.bin"),
     "holds GGUF files, which are not read": renames(WEIGHTS, "model.gguf"),
     "holds an adapter alone: merge it": renames(WEIGHTS, "adapter_model.safetensors"),
-    "model.safetensors.index.json is not JSON": writes("model.safetensors.index.json", '{"weight_map": {'),
+    "model.safetensors.index.json is not JSON": lambda folder: (
+        renames(WEIGHTS, "model-00001-of-00001.safetensors")(folder),
+        writes("model.safetensors.index.json", '{"weight_map": {')(folder),
+    ),
+    "config.json is a git-lfs pointer": writes("config.json", LFS),
+    "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
+    "tokenizer.json is a git-lfs pointer": writes("tokenizer.json", LFS),
+    "generation_config.json is a git-lfs pointer": writes("generation_config.json", LFS),
+    "transformers_weights, which are not read": says(transformers_weights="other.safetensors"),
+    "partial_rotary_factor": says(partial_rotary_factor=0.5),
+    "eos_token_id expects": says(eos_token_id="</s>"),
     "holds a part of a model, without its config.json": renames("config.json", "config"),
     "without its config.json or its index: copy or": renames(WEIGHTS, "model-00001-of-00002.safetensors"),
     "has no config.json: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
@@ -317,6 +332,55 @@ USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_
 def test_what_cannot_be_read_gets_a_sentence(train, capsys, theirs, sentence):
     USER_ERRORS[sentence](theirs)
     assert sentence in error_of(train, capsys, **TIED, init_from=theirs)
+
+
+@pytest.mark.parametrize("field, value, name", [
+    ("num_hidden_layers", 10**9, "model.layers.999999999.input_layernorm.weight"),
+    ("intermediate_size", 10**24, "model.layers.1.mlp.gate_proj.weight"),
+    ("vocab_size", 2**40, EMBEDDING),
+])  # fmt: skip
+def test_no_model_is_built_of_sizes_that_the_weights_do_not_have(field, value, name, theirs, train, capsys):
+    edit_config(theirs, **{field: value})
+    with pytest.raises(ValueError, match=f"expected {name} of shape"):
+        load_model(theirs)
+    ours = next(ours for ours, its in hf_config.NAMES.items() if its == field)
+    assert name in error_of(train, capsys, **TIED | {ours: value}, init_from=theirs)
+
+
+VALUES = [
+    None, "x", "x" * 10**5, True, -1, 0, 2**31, 10**24, 1.5, math.nan, math.inf, [], [None], {}, {"content": 3},
+]  # fmt: skip
+FIELDS = {  # of each file
+    "config.json": [
+        *hf_config.NAMES.values(), "model_type", "hidden_act", "head_dim", "rope_theta", "rope_scaling",
+        "rope_parameters", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id", "nanocria_tokenizer",
+    ],
+    "tokenizer_config.json": [
+        "bos_token", "eos_token", "pad_token", "add_bos_token", "chat_template", "added_tokens_decoder",
+        "extra_special_tokens",
+    ],
+    "special_tokens_map.json": ["eos_token", "bos_token", "additional_special_tokens"],
+    "generation_config.json": ["eos_token_id"],
+    "tokenizer.json": ["added_tokens", "model", "pre_tokenizer", "post_processor"],
+    "model.safetensors.index.json": ["weight_map"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FIELDS)
+def test_no_value_of_a_foreign_file_ends_in_a_traceback(file, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    path = tmp_path / "hf" / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if "index" in file:
+        (tmp_path / "hf" / WEIGHTS).rename(tmp_path / "hf/model-00001-of-00001.safetensors")
+    for field, value in itertools.product([None, *FIELDS[file]], VALUES):
+        path.write_text(json.dumps(value if field is None else content | {field: value}))
+        for read in (tokenizer_of, lambda folder: convert.convert(folder, tmp_path / "out", "float32")):
+            try:
+                read(tmp_path / "hf")
+            except (OSError, ValueError) as error:  # which every script prints
+                assert 20 < len(str(error)) < 600, error
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 def test_a_folder_of_weights_without_config_json_gets_a_message(train, tmp_path, capsys):
@@ -378,6 +442,190 @@ def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, t
     assert f"To begin with adapters and base merged: python convert.py {adapters} FOLDER, --init_from=FOLDER" in message
     convert.convert(adapters, tmp_path / "merged", "float32")
     train(**TIED, init_from=tmp_path / "merged", out_dir=tmp_path / "other", max_iters=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is read otherwise than it stands
+
+
+def wrapped_layers(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer)
+    return model
+
+
+WRAPPERS = {  # how others save a model
+    "compiled": torch.compile, "in parallel": torch.nn.DataParallel, "layers compiled": wrapped_layers,
+    "both": lambda model: torch.nn.DataParallel(torch.compile(model)),
+    "both, the other way": lambda model: torch.compile(torch.nn.DataParallel(wrapped_layers(model))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_weights_are_read_that_were_saved_from_a_wrapped_model(wrap, tmp_path, train):
+    theirs = publish(tmp_path / "theirs", UNTIED)
+    state = WRAPPERS[wrap](theirs).state_dict()
+    assert all("_orig_mod." in name or "module." in name for name in state if "layers" in name)
+    save_file(state, tmp_path / "theirs" / WEIGHTS, {"format": "pt"})
+    plain = tmp_path / "plain"
+    publish(plain, UNTIED)
+    assert_equal_weights(tmp_path / "theirs", plain)
+    train(**UNTIED, init_from=tmp_path / "theirs", lora_rank=2, max_iters=1)
+    assert load_model(tmp_path / "out").config.n_layer == 2
+
+
+def test_two_names_that_differ_in_their_wrappers_alone_are_refused(theirs):
+    holds(f"_orig_mod.{Q}", lambda q: q + 1, Q)(theirs)
+    with pytest.raises(ValueError, match=f"has both '{Q}' and '_orig_mod.{Q}'|has both '_orig_mod.{Q}' and '{Q}'"):
+        load_model(theirs)
+
+
+def stale_shards(folder):
+    """Shards of other weights, and their index, beside a whole model: it was merged after a finetune, say."""
+    shutil.copytree(folder, folder.with_name("old"))
+    for name in (EMBEDDING, Q, K):
+        holds(name, lambda x: x + 1)(folder.with_name("old"))
+    tensors = load_file(folder.with_name("old") / WEIGHTS)
+    for i in (1, 2):
+        some = {name: x for j, (name, x) in enumerate(tensors.items()) if j % 2 == i % 2}
+        save_file(some, folder / f"model-0000{i}-of-00002.safetensors", {"format": "pt"})
+    of = {name: f"model-0000{2 - j % 2}-of-00002.safetensors" for j, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def lost_shards(folder):
+    stale_shards(folder)
+    for file in folder.glob("model-*"):
+        file.unlink()
+
+
+STALE = {"shards": stale_shards, "lost shards": lost_shards, "no JSON": writes("model.safetensors.index.json", "{")}
+
+
+@pytest.mark.parametrize("stale", STALE)
+def test_a_whole_file_is_read_instead_of_an_index_as_in_transformers_and_a_line_says_so(
+    stale, theirs, capsys, convert_to_hf
+):
+    STALE[stale](theirs)
+    assert_same_model(theirs, theirs)
+    convert_to_hf(theirs, "--dtype=float32")
+    said = capsys.readouterr().err
+    assert said.count(f"{theirs}/model.safetensors is read, but not ") == (stale != "no JSON"), "once"
+    assert ("model-00001-of-00002.safetensors" in said) == (stale == "shards")
+    assert_same_model(theirs.with_name("hf"), theirs)
+    load_model(theirs.with_name("hf"))
+    assert "hf/model.safetensors is read" not in capsys.readouterr().err, "our own index names the whole file"
+
+
+def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, convert_to_hf):
+    """Also for adapters, and if the weights that they began with have several templates."""
+    vocab = pytest.importorskip("gguf").SpecialVocab
+    publish_chat_model(tmp_path / "hf")
+    (tmp_path / "hf/chat_template.jinja").unlink()
+    path = tmp_path / "hf/tokenizer_config.json"
+    old = json.loads(path.read_text())
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
+            + "\n"
+            for i in range(40)
+        )
+    )
+    trained = CHATML + "{# trained #}"
+    (tmp_path / "trained.jinja").write_text(trained)
+    for templates in (CHATML, [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ 1 }}"}]):
+        path.write_text(json.dumps(old | {"chat_template": templates}))
+        data = tmp_path / f"data of {type(templates)}"
+        chat.prepare([tmp_path / "chats.jsonl"], data, str(tmp_path / "hf"), tmp_path / "trained.jinja")
+        for rank in (0, 2):
+            out = tmp_path / f"out of {type(templates)} {rank}"
+            train(dataset=data, init_from=tmp_path / "hf", out_dir=out, lora_rank=rank, max_iters=1, **CHAT)
+            for folder in (out / "step_000001", convert_to_hf(out, folder=f"{type(templates)} {rank}")):
+                assert vocab(folder).chat_template == trained
+                assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == trained
+                assert tokenizer_of(folder).chat_template == trained
+
+
+CHAT = dict(n_embd=64, ffn_dim=96, vocab_size=259, mask_documents=True)
+
+
+def test_the_padding_token_of_the_weights_stays(theirs, train, tmp_path, convert_to_hf):
+    edit_config(theirs, pad_token_id=5)
+    (theirs / "generation_config.json").write_text('{"pad_token_id": 5}')
+    train(**TIED, init_from=theirs, max_iters=1)
+    for folder in (tmp_path / "out/step_000001", convert_to_hf(tmp_path / "out")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.pad_token_id == model.generation_config.pad_token_id == 5
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model that is no longer Llama 3
+
+
+def refused_by_others(folder):
+    with pytest.raises(ValueError, match="model type|model_type"):
+        transformers.AutoConfig.from_pretrained(folder)
+    with pytest.raises(ValueError, match="model type|model_type"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert not {"LlamaForCausalLM"} & set(config["architectures"]) and "hidden_act" not in config
+
+
+class WithPositions(model_module.Llama):
+    def __init__(self, config):
+        super().__init__(config)
+        self.positions = torch.nn.Embedding(32, config.n_embd)
+
+    def forward(self, *args, **options):
+        return super().forward(*args, **options) + self.positions.weight.square().mean()
+
+
+@pytest.mark.parametrize("change", ["computation", "weights"])
+def test_others_refuse_a_changed_model_and_nanocria_reads_it(
+    change, train, sample, convert_to_hf, tmp_path, monkeypatch
+):
+    if change == "weights":
+        monkeypatch.setattr(model_module, "Llama", WithPositions)
+        for module in ("checkpoint", "restore"):
+            monkeypatch.setattr(f"runtime.{module}.Llama", WithPositions)
+        for module in ("hf_names", "restore"):
+            monkeypatch.setattr(f"runtime.{module}.OWN", {"positions.weight"})
+    else:
+        monkeypatch.setattr(model_module, "MODEL_TYPE", "gelu_llama")
+    train(max_iters=1)
+    step = tmp_path / "out/step_000001"
+    refused_by_others(step)
+    refused_by_others(convert_to_hf(step))
+    assert transformers.AutoTokenizer.from_pretrained(step)("é").input_ids == list("é".encode())
+    text, said = sample(out_dir=tmp_path / "hf", max_new_tokens=3)
+    assert text.startswith("def ") and not said
+    train(max_iters=2)
+    train(max_iters=1, init_from=tmp_path / "hf", out_dir=tmp_path / "again")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="describes a .* model, not a Llama"):
+        load_model(step)
+
+
+@pytest.mark.parametrize("name", ["mlp.up_proj.weight", "self_attn.q_proj.bias", "input_layernorm.weight"])
+def test_a_name_of_ones_own_that_is_another_s_in_hugging_face_s_llama_is_refused(name, train, capsys, monkeypatch):
+    for module in ("hf_names", "restore"):
+        monkeypatch.setattr(f"runtime.{module}.OWN", {name})
+    init = model_module.Block.__init__
+
+    def with_one_more(self, *args):
+        init(self, *args)
+        part, _, leaf = name.rpartition(".")
+        parent = self
+        for each in part.split(".")[:-1]:
+            if not hasattr(parent, each):
+                parent.add_module(each, torch.nn.Module())
+            parent = getattr(parent, each)
+        parent.add_module(part.split(".")[-1], torch.nn.Module())
+        parent.get_submodule(part.split(".")[-1]).register_parameter(leaf, torch.nn.Parameter(torch.zeros(4, 4)))
+
+    monkeypatch.setattr(model_module.Block, "__init__", with_one_more)
+    message = error_of(train, capsys)
+    assert f"layers.0.{name} " in message and "rename it" in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------

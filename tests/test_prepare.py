@@ -1,5 +1,6 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -482,7 +483,7 @@ def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files
 @pytest.mark.parametrize("values", [["a" * 2**28], ["b"] * 999 + ["c" * 2**28]], ids=["one row", "one of a thousand"])
 def test_fineweb_refuses_a_small_file_that_grows_beyond_any_text(tmp_path, values):
     pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet", compression="zstd")
-    with pytest.raises(ValueError, match=r"a\.parquet: 'text' of row group 1 has .* bytes that grow to 268,"):
+    with pytest.raises(ValueError, match=r"a\.parquet has .* bytes, of which row group 1 grows to 268,"):
         fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", tokenizer="bytes")
 
 
@@ -513,3 +514,22 @@ def test_fineweb_writes_a_shard_again_whose_record_is_damaged(parquets, tmp_path
     n_read = len(files_read)
     fineweb_edu.prepare(parquets, tmp_path / "out", **options)
     assert contents(tmp_path / "out") == whole and len(files_read) == n_read + 1
+
+
+@pytest.mark.parametrize("name", ["train_000000.bin", "shard_000001.json", "meta.json", ".lock"])
+def test_fineweb_and_shakespeare_and_pystdlib_write_through_no_link(parquets, stdlib, tmp_path, monkeypatch, name):
+    victim, folder = tmp_path / "victim", tmp_path / "strangers"
+    victim.write_text("mine")
+    folder.mkdir()
+    answer = io.BytesIO(b"To be, or not to be\n" * 20)
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: contextlib.nullcontext(answer))
+    monkeypatch.setattr(pystdlib, "prepare", pytest.fail)
+    for link in (name, f"{name}.partial", "input.txt.partial", ".once.lock"):
+        (folder / link).symlink_to(victim)
+    for prepare in (lambda: fineweb_edu.prepare(parquets, folder, **OPTIONS), lambda: shakespeare_char.prepare(folder)):
+        with pytest.raises(OSError, match="is a link") if name == ".lock" else contextlib.nullcontext():
+            prepare()
+    (folder / "meta.json").unlink(missing_ok=True)
+    with pytest.raises(OSError, match=r"\.once\.lock is a link"):
+        pystdlib.prepare_once(folder)
+    assert victim.read_text() == "mine"

@@ -17,10 +17,12 @@ import transformers
 from data.chat.template import render
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
-from data.tokenizer import Tiktoken, get_tokenizer, published_name, tokenizer_of
+from data.tokenizer import NAMES, Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
 from data.vocabulary import TextStream
-from data.write import write_dataset
+from data.write import tokenizer_for_data, write_dataset
+from model import LlamaConfig
+from runtime.restore import documents
 from tests.datasets import TEXTS, package_file
 from tests.published import smollm2
 from tests.runs import prose
@@ -156,7 +158,8 @@ AWKWARD += "<|endoftext|>aaaaaaaa ababab  "
 def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tmp_path):
     words = ["aa", "ab", "aaa", "abab", "aab", "34", "234", "12", "123", " x", "  ", "\n\n", "\r\n", "été", "é", ";;"]
     ranks = {bytes([i]): i for i in range(256)} | {word.encode(): 256 + i for i, word in enumerate(words)}
-    special = {"<|endoftext|>": 300, "<|begin_of_text|>": 301}
+    special = {"<|end_of_text|>": 300, "<|begin_of_text|>": 301} if name == "llama3" else {"<|endoftext|>": 300}
+    bos = [301] if name == "llama3" else []
     ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
     for file, content in ours.hf_files().items():
         (tmp_path / file).write_bytes(content)
@@ -170,7 +173,160 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     rng = random.Random(0)
     shuffled = ["".join(rng.choices(AWKWARD, k=60)) for _ in range(50)]
     for text in (*TEXTS, AWKWARD, *shuffled):
-        assert hf_ids(tmp_path, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
+        assert hf_ids(tmp_path, text) == [*bos, *ours.encode(text)] == [*bos, *again.encode(text)], text
+
+
+def byte_level(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return tokenizer, tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+
+
+def metaspace(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer, tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=list("<>/[]CLSk"), show_progress=False
+    )
+
+
+def unigram(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.normalizer = tokenizers.normalizers.NFKC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    return tokenizer, tokenizers.trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=special, unk_token="<unk>", initial_alphabet=list("<>/[]CLSk"),
+        show_progress=False,
+    )  # fmt: skip
+
+
+def word_piece(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return tokenizer, tokenizers.trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+
+
+ADDED = ["<think>", "</think>", "foo", "Th e", "é", "THE", " lead", "trail "]
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace, unigram, word_piece])
+def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tmp_path):
+    special, rng = ["<unk>", "<s>", "</s>", "[CLS]"], random.Random(0)
+    tokenizer, trainer = kind(special)
+    tokenizer.train_from_iterator([prose(i, 500) for i in range(6)], trainer)
+    plain, known = tokenizer.to_str(), [tokenizer.id_to_token(i) for i in (20, 30)]
+    for trial in range(8):
+        tokenizer, folder = tokenizers.Tokenizer.from_str(plain), tmp_path / str(trial)
+        options = ["special", "single_word", "lstrip", "rstrip", "normalized"]
+        chosen = [{name: rng.random() < 0.4 for name in options} for _ in ADDED]
+        tokenizer.add_tokens([tokenizers.AddedToken(text, **each) for text, each in zip(ADDED, chosen, strict=True)])
+        folder.mkdir()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": rng.choice([*known, "<think>"])}
+        config |= {"additional_special_tokens": known[:1]} if trial % 2 else {}
+        config |= {"added_tokens_decoder": {"0": {"content": "foo", "special": True}}} if trial % 3 == 0 else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), get_tokenizer(folder)
+        spelled = {tokenizer.token_to_id(token) for token in special[1:]}
+        pieces = {tokenizer.token_to_id(token) for token in known} | spelled
+        for _ in range(60):
+            parts = [*ADDED, *special[1:], " ", "\n", "a", "the ", "<", "ﬁ", "Ｔ", "e\u0301", *prose(trial, 5).split()]
+            text = "".join(rng.choices(parts, k=rng.randint(1, 14)))
+            assert ours.encode(text, special=True) == theirs(text, add_special_tokens=False).input_ids, text
+            expected = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            # If special tokens are pieces of the model, transformers gives them even then.
+            assert ours.encode(text) == expected or not pieces.isdisjoint(expected), text
+            assert spelled.isdisjoint(ours.encode(text)), text
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers(name, special, tmp_path):
+    token = "<|end_of_text|>" if name == "llama3" else "<|endoftext|>"
+    ranks = {bytes([i]): i for i in range(256)}
+    pattern = PATTERNS.get(name, LLAMA3_PATTERN)
+    ours = Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={token: 256}))
+    for file, content in ours.hf_files().items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"nanocria_tokenizer": name, "bos_token_id": None}))
+    assert get_tokenizer(tmp_path).name == published_name(tmp_path, name) == name
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    theirs.add_tokens([tokenizers.AddedToken("<think>", special=special)])
+    theirs.save_pretrained(tmp_path)
+    tokenizer = get_tokenizer(tmp_path)
+    assert tokenizer.name == published_name(tmp_path, name) != name and tokenizer.n_vocab == 258
+    text = f"so <think>it's</think> 12345  {token}\n"
+    assert tokenizer.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert tokenizer.encode(text, special=True) == theirs(text, add_special_tokens=False).input_ids
+    assert (257 in tokenizer.encode(text)) != special
+
+
+def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
+    write_hf_folder(tmp_path / "hf", eos_token=None, added_tokens_decoder={})
+    (tmp_path / "hf/special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
+    assert get_tokenizer(tmp_path / "hf").eos_token == "<|im_end|>"
+    write_hf_folder(tmp_path / "old", bos_token="<s>")
+    (tmp_path / "old/special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": null}')
+    tokenizer, theirs = get_tokenizer(tmp_path / "old"), transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
+    assert tokenizer.eos_token == theirs.eos_token == "<|endoftext|>" and tokenizer.bos_token == "<s>"
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"])
+def test_a_git_lfs_pointer_is_named(file, tmp_path):
+    if file != "tokenizer.model":
+        write_hf_folder(tmp_path / "hf")
+    else:
+        (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / file).write_bytes(LFS)
+    for path in (tmp_path / "hf", tmp_path / "hf" / file) if file.startswith("tokenizer.") else (tmp_path / "hf",):
+        with pytest.raises(ValueError, match=f"{file} is a git-lfs pointer"):
+            get_tokenizer(path)
+
+
+# Which bos the data has, and whether the published tokenizer puts it before a text.
+PUBLISHED = {
+    "adds": dict(bos="<s>"), "adds, but says not to": dict(bos="<s>", add_bos_token=False),
+    "says to add": dict(bos_token="<s>", add_bos_token=True), "has one": dict(bos_token="<s>"), "none": dict(),
+    "has end-of-text": dict(bos_token="<|endoftext|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("published", [*PUBLISHED, "llama3", "gpt2"])
+def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
+    if published == "llama3":
+        name = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
+    elif published == "gpt2":
+        name = tmp_path / "hf"
+        name.mkdir()
+        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+        encoding = tiktoken.Encoding("gpt2", pat_str=PATTERNS["gpt2"], mergeable_ranks=ranks, special_tokens=special)
+        for file, content in Tiktoken(encoding).hf_files().items():
+            (name / file).write_bytes(content)
+    else:
+        name = tmp_path / "hf"
+        write_hf_folder(name, **PUBLISHED[published])
+        (name / "special_tokens_map.json").write_text(json.dumps({"bos_token": PUBLISHED[published].get("bos")}))
+    tokenizer = tokenizer_for_data(str(name), bos=None if bos else False)
+    meta = write_dataset(tmp_path / "data", [("train", "he é"), ("val", "said")], tokenizer)
+    config = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2, vocab_size=600, block_size=8)
+    files = documents(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
+    trained = Tokens(tmp_path / "data", "train").shards[0][:].tolist()[:-1]
+    (tmp_path / "out").mkdir()
+    for file, content in files.items():
+        (tmp_path / "out" / file).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("he é").input_ids == trained
+    config = json.loads(files["config.json"])
+    assert config["bos_token_id"] == meta.get("bos", meta["end_of_text"])
+    assert theirs.bos_token_id in (None, config["bos_token_id"])
 
 
 def test_a_dataset_keeps_its_tokenizer_and_reports_damaged_files(tmp_path):

@@ -292,6 +292,8 @@ def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
         file.truncate(2**40)
     with pytest.raises(ValueError, match=f"more than {META_BYTES:,} bytes"):
         read_meta(folder)
+    with pytest.raises(ValueError, match=r"meta\.json has more than"):
+        tokenizer_of(folder)
     (folder / "meta.json").unlink()
     os.mkfifo(folder / "meta.json")
     with pytest.raises(FileNotFoundError, match="no meta.json"):

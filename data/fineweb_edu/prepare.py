@@ -40,7 +40,7 @@ from data.write import (
 )
 
 ROWS = 16  # in memory at a time: each may have ROW_BYTES
-MOST_GROWTH = 100  # of a column by decompression: text grows threefold
+MOST_GROWTH = 100  # of a file by decompression: text grows threefold
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
@@ -73,8 +73,10 @@ def open_parquet(path: Path):
     with open(path, "rb") as file:
         refuse_lfs_pointer(file.read(100), path)
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
+        parquet = pyarrow.parquet.ParquetFile(path)
+        list(parquet.schema_arrow.names)  # a damaged one is not UTF-8
+        return parquet
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         hint = "" if path.suffix == ".parquet" else f"data/text/prepare.py reads text and JSON: --input {path}"
         raise ValueError(f"{path} cannot be read as parquet: {error} {hint}".strip()) from error
 
@@ -86,7 +88,7 @@ def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Ba
     if field not in parquet.schema_arrow.names:
         names = ", ".join(parquet.schema_arrow.names)
         raise ValueError(f"{path} has no column {field!r} but {names:.200}: set --field")
-    check_growth(parquet, path, field)
+    check_growth(parquet, path)
     try:
         columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=ROWS, columns=[field]))
         for row, value in enumerate(chain.from_iterable(columns), start=1):
@@ -103,18 +105,16 @@ def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Ba
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def check_growth(parquet, path: Path, field: str) -> None:
-    """Raises ValueError for a column that would take far more memory than its file: pages are decompressed whole."""
-    metadata = parquet.metadata
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in map(group.column, range(group.num_columns)):
-            size = column.total_uncompressed_size
-            is_read = column.path_in_schema.split(".")[0] == field
-            if is_read and size > max(4 * ROW_BYTES, MOST_GROWTH * column.total_compressed_size):
-                found = f"{column.total_compressed_size:,} bytes that grow to {size:,}"
-                fix = "text grows far less. If it is text, write it again in smaller row groups"
-                raise ValueError(f"{path}: {field!r} of row group {number + 1} has {found}: {fix}")
+def check_growth(parquet, path: Path) -> None:
+    """Raises ValueError for a file that would grow beyond any text in memory: its pages are decompressed whole."""
+    file_bytes = path.stat().st_size
+    for number in range(parquet.metadata.num_row_groups):
+        n_bytes = parquet.metadata.row_group(number).total_byte_size
+        if n_bytes > max(4 * ROW_BYTES, MOST_GROWTH * file_bytes):
+            raise ValueError(
+                f"{path} has {file_bytes:,} bytes, of which row group {number + 1} grows to {n_bytes:,}: "
+                "text grows far less. If it is text, write it again in smaller row groups"
+            )
 
 
 def prepare(
