@@ -37,7 +37,8 @@ def recomputed(
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, module, function, groups, x, rows, *weights):
+    def forward(ctx, *inputs):  # as in linear.py
+        module, function, groups, x, rows, *_ = inputs
         ctx.module = module
         ctx.function = function
         ctx.groups = groups

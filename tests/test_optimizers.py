@@ -468,7 +468,7 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**14, "loss_scale_since": 3}
     assert len(step_losses(tmp_path / "out")) == 8
     assert run["optimizer"].updates == 6, f"8 steps, 2 left out, the optimizer took {run['optimizer'].updates}"
-    assert train(dtype="float16", max_iters=9)["loss_scale"] == 2.0**14, "resumed"
+    assert train(dtype="float16", max_iters=9)["optimizer"].loss_scale.scale == 2.0**14, "resumed"
 
 
 def test_the_float16_scale_counts_2000_steps_from_where_float16_began_across_a_resume(train, tmp_path):
@@ -491,7 +491,7 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
         return settings | dict(max_iters=5, out_dir=out_dir)
 
     scale = 2.0**16  # becomes the largest scale at which one process takes its fifth step
-    while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["loss_scale"] == 2 * scale:
+    while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["optimizer"].loss_scale.scale == 2 * scale:
         scale *= 2
     finish(SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many"), ranks=4)
     assert read_run(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"

@@ -387,7 +387,7 @@ def test_a_run_takes_the_tokenizer_along(train, sample, convert_to_hf, tmp_path,
     write_dataset(tmp_path / "data", documents, get_tokenizer(tmp_path / "hf"))
     shutil.rmtree(tmp_path / "hf")
     run = train(dataset=tmp_path / "data", mask_documents=True, n_embd=64, max_iters=2)
-    *_, tokens, _, starts = run["read_step"](0)[0]
+    tokens, _, starts = run["to_device"](run["read_step"](0)[0][1])
     first = (tokens == 1).nonzero().tolist()
     assert first and all(starts[row, i] == i and (i == 0 or tokens[row, i - 1] == 0) for row, i in first)
     assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends
