@@ -299,10 +299,20 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize("published", [*PUBLISHED, "llama3", "gpt2"])
+@pytest.mark.parametrize("published", [*PUBLISHED, "llama3", "gpt2", "sentencepiece"])
 def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
     if published == "llama3":
         name = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
+    elif published == "sentencepiece":  # as Llama 2's: transformers builds its own from the vocabulary
+        name = tmp_path / "hf"
+        tokenizer, trainer = metaspace(["<unk>", "<s>", "</s>"])
+        tokenizer.train_from_iterator([prose(i, 500) + " é" for i in range(6)], trainer)
+        first = dict(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+        name.mkdir()
+        tokenizer.save(str(name / "tokenizer.json"))
+        config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+        (name / "tokenizer_config.json").write_text(json.dumps(config))
     elif published == "gpt2":
         name = tmp_path / "hf"
         name.mkdir()
@@ -487,6 +497,27 @@ def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
     assert not differing
     if name == "llama3":
         assert (ours.n_vocab, ours.bos, ours.eos) == (128256, 128000, [128001, 128008, 128009])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("added", [None, {"id": 128256, "content": "<think>"}, {"id": 128002, "content": "<think>"}])
+def test_llama3_is_known_by_its_vocabulary_and_with_additions_it_is_another(added, tmp_path):
+    """<think> is 128002 in SmolLM3, which takes a reserved token of Llama 3 for it."""
+    for file, content in get_tokenizer(package_file("llama_models", "llama3/tokenizer.model")).hf_files().items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "tokenizer.model").unlink()
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    if added:
+        options = dict.fromkeys(["special", "single_word", "lstrip", "rstrip", "normalized"], False)
+        others = [token for token in content["added_tokens"] if token["id"] != added["id"]]
+        content["added_tokens"] = sorted([*others, options | added], key=lambda token: token["id"])
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours, theirs = get_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.name == "llama3") == (published_name(tmp_path) == "llama3") == (not added)
+    text = "<think>It's 12345</think> <|eot_id|>"
+    assert theirs(text, split_special_tokens=True).input_ids == [128000, *ours.encode(text)]
+    assert theirs(text).input_ids == [128000, *ours.encode(text, special=True)]
+    assert not added or added["id"] in ours.encode(text)
 
 
 @pytest.mark.real
