@@ -274,7 +274,7 @@ spare_bytes = cpu_bytes_to_come(config, run_shape)
 saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save, spare_bytes, timeout)
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 if not eval_only:
-    log.open(first_step, **wandb_options)
+    log.open(first_step, functools.partial(on_not_finite, optimizer, saver), **wandb_options)
 profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def evaluate() -> float | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Loop: nothing in a step waits for the GPU; log.step reads its numbers every log_interval steps. A step that is not
+# Loop: nothing in a step waits for the GPU; the log reads its numbers every log_interval steps. A step that is not
 # finite changes no weight, so learning of it some steps late does no harm.
 signals.listen()
 step = first_step
@@ -370,9 +370,7 @@ while True:
     step += 1
     # To log another number, a scalar on the device, add name=number: the log adds it up, and prints the mean since the
     # last line. Weights and gradients may be sharded here, or elsewhere: take what a module or a hook gives you.
-    means = log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
-    if means and not math.isfinite(means["loss"] + means["grad_norm"]):
-        on_not_finite(step, means["loss"], means["grad_norm"], optimizer, saver)
+    log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
     profiler.step(step)
     saver.report(step)
 

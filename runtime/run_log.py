@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
 from runtime import memory_stats
+from runtime.device import send_to_cpu
 from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, stop_on_error, world_size
 from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
@@ -67,9 +69,20 @@ def percent(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
 
 
+class Line(NamedTuple):
+    """A line of the log whose numbers may still be on the GPU."""
+
+    step: int
+    lr: float
+    names: list[str]
+    means: Callable[[], list[float]]  # waits for them
+    n_steps: int
+    data_seconds: float
+
+
 class RunLog:
     """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
-    log.open(first_step)                        # starts the clock and metrics.jsonl
+    log.open(first_step, on_not_finite)         # starts the clock and metrics.jsonl
     log.step(step, lr, loss=..., grad_norm=...) # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # measures the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not counted as training time
@@ -87,6 +100,7 @@ class RunLog:
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
         self.versions = versions(device)
+        self.line: Line | None = None  # not written yet
         self.sums = {}  # of each number, over the steps since the last line
         self.steps_since_line = 0
         self.data_seconds = 0.0
@@ -131,13 +145,16 @@ class RunLog:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
     @stop_on_error()
-    def open(self, first_step: int, **wandb_options) -> None:
+    def open(self, first_step: int, on_not_finite: Callable[[int, float, float], None], **wandb_options) -> None:
         """Open metrics.jsonl and keep its lines up to first_step. wandb_options: for wandb.init; none: no wandb.
 
+        on_not_finite: called after a line whose mean loss or gradient norm is not finite, with its step and these two.
         Steps after the checkpoint run again, so their lines are dropped, and so is a line that a killed run left
         unfinished. Without a checkpoint, the previous run's lines move to metrics.jsonl.old.
         """
-        self.first_step, self.began = first_step, perf_counter()
+        self.first_step = first_step
+        self.on_not_finite = on_not_finite
+        self.began = perf_counter()
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
@@ -202,32 +219,50 @@ class RunLog:
 
     @contextlib.contextmanager
     def paused(self):
+        self._finish_line()
         began = perf_counter()
         yield
         self.began += perf_counter() - began
 
-    def step(self, step: int, lr: float, **numbers: torch.Tensor) -> dict[str, float] | None:
+    def step(self, step: int, lr: float, **numbers: torch.Tensor) -> None:
         """Add up a step's numbers, scalars on the device: `loss` is this rank's share, others are equal on all ranks.
 
-        Every log_interval steps, and after the first and the last one, wait for the GPU, print and write a line with
-        the means since the last line, and return them; else return None. All ranks must call it.
+        Every log_interval steps, and after the first and the last one, a line has the means since the last line. It is
+        written during the next step, or before an evaluation: so the GPU has work while the CPU waits and writes. All
+        ranks must call it.
         """
+        self._finish_line()
         self.steps_since_line += 1
         for name, number in numbers.items():
             number = number.detach().to(self.device, torch.float32)
             self.sums[name] = number if name not in self.sums else self.sums[name] + number
         if step % self.log_interval and step not in (self.first_step + 1, self.max_iters):
-            return None
-        means = self._means()
-        seconds = (perf_counter() - self.began) / self.steps_since_line
-        self.began = perf_counter()
-        self.seconds += [seconds] * self.steps_since_line
-        self.train_seconds += seconds * self.steps_since_line
-        tok_per_s = self.tokens_per_step / seconds
-        data_ms = 1000 * self.data_seconds / self.steps_since_line
-        self.peak_gib, data_ms = all_reduce_max([memory_stats.used_gib(self.device), data_ms])
+            return
+        totals = torch.stack(list(self.sums.values()))
+        if world_size > 1:
+            dist.all_reduce(totals)
+        means = send_to_cpu(totals / world_size / self.steps_since_line)
+        self.line = Line(step, lr, list(self.sums), means, self.steps_since_line, self.data_seconds)
+        self.sums = {}
         self.steps_since_line = 0
         self.data_seconds = 0.0
+        if self.device == "cpu":
+            self._finish_line()
+
+    def _finish_line(self) -> None:
+        """Wait for the numbers of the last line, if it is not written yet, and write it."""
+        if self.line is None:
+            return
+        step, lr, names, means, n_steps, data_seconds = self.line
+        self.line = None
+        means = dict(zip(names, means(), strict=True))
+        seconds = (perf_counter() - self.began) / n_steps
+        self.began = perf_counter()
+        self.seconds += [seconds] * n_steps
+        self.train_seconds += seconds * n_steps
+        tok_per_s = self.tokens_per_step / seconds
+        gib_and_ms = [memory_stats.used_gib(self.device), 1000 * data_seconds / n_steps]
+        self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # over gloo: the GPU is busy with the next step
         self._print_step(step, lr, means, seconds, data_ms)
         self.curve.append((step, self.train_seconds, means["loss"]))
         finite = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}  # JSON has no inf
@@ -235,17 +270,8 @@ class RunLog:
             {"step": step, "lr": lr, **finite, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
              "mem_gib": self.peak_gib, "data_ms": data_ms, "time": time()}
         )  # fmt: skip
-        return means
-
-    def _means(self) -> dict[str, float]:
-        """The means of the sums over the steps since the last line, and over the ranks. Waits for the GPU."""
-        totals = torch.stack(list(self.sums.values()))
-        if world_size > 1:
-            dist.all_reduce(totals)
-        means = (totals / world_size / self.steps_since_line).tolist()
-        found = dict(zip(self.sums, means, strict=True))
-        self.sums = {}
-        return found
+        if not math.isfinite(means["loss"] + means["grad_norm"]):
+            self.on_not_finite(step, means["loss"], means["grad_norm"])
 
     def _print_step(self, step: int, lr: float, means: dict[str, float], seconds: float, data_ms: float) -> None:
         tok_per_s = self.tokens_per_step / seconds

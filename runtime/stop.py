@@ -87,7 +87,7 @@ def bad_data_ends_this_rank():
         leave(1)
 
 
-def on_not_finite(step: int, loss: float, grad_norm: float, optimizer, saver: Saver) -> None:
+def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: float) -> None:
     """End a run whose mean loss or gradient norm since the last log line is not finite.
 
     A float16 run goes on if only its norm overflowed, and its loss scale has not fallen below 1.

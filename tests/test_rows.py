@@ -15,8 +15,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import zstandard
-from zstandard import compress as zstd
 
 from data import rows
 from data.fineweb_edu import prepare as fineweb_edu
@@ -25,6 +23,8 @@ from data.text import prepare as text
 from tests.datasets import contents, texts_of
 from tests.runs import ROOT
 
+zstandard = pytest.importorskip("zstandard")
+zstd = zstandard.compress
 TEXTS = [f"row {i} é" for i in range(40)]
 ROWS = [{"text": row} for row in TEXTS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

@@ -80,7 +80,7 @@ def test_logged_speeds_are_computed_from_the_seconds(tmp_path, monkeypatch, caps
     log = run_log.RunLog(tmp_path, "cpu", "float32", 1000, flops_per_token=5, max_iters=14, log_interval=2)
     assert log.peak_flops is None, "the peak is bfloat16's"
     log.peak_flops = 1e5
-    log.open(0)
+    log.open(0, None)
     monkeypatch.setattr(run_log.dist, "all_reduce", lambda totals: totals.mul_(2))
     numbers = {name: torch.tensor(x) for name, x in (("loss", 2.0), ("grad_norm", 1.0), ("z_loss", 0.12345))}
     for step, seconds in enumerate((9.0, 6.0, 2.0, 2.0), start=1):
@@ -226,7 +226,7 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
     wandb.log.side_effect = [None, ConnectionResetError("Connection lost")]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
-    log.open(0, project="p")
+    log.open(0, None, project="p")
     for step in (1, 2, 3):
         log.record({"step": step})
     log.close()
@@ -234,7 +234,7 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
     assert "wandb has ended (Connection lost)" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     for step in (3, 0):
-        log.open(step, project="p")
+        log.open(step, None, project="p")
         log.close()
     resumed = dict(project="p", id="a1b2", resume="allow")
     assert [call.kwargs for call in wandb.init.call_args_list] == [{"project": "p"}, resumed, {"project": "p"}]
@@ -246,7 +246,7 @@ def test_a_wandb_that_does_not_start_gets_a_message(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "wandb", broken())
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     with pytest.raises(SystemExit):
-        log.open(0, project="p")
+        log.open(0, None, project="p")
     assert "wandb does not start (it is broken). Try " in capsys.readouterr().err
 
 
