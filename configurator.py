@@ -236,7 +236,8 @@ def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
-OTHER_WORDS = {  # names in other trainers
+OTHER_WORDS = {  # names in other trainers, and earlier ones here
+    "fused_kernels": "kernels", "fused_loss": "kernels",
     "gpu": "cuda", "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "epochs": "max_iters",
     "steps": "max_iters", "max_steps": "max_iters", "seq_len": "block_size", "context_length": "block_size",
 }  # fmt: skip

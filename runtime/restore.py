@@ -344,7 +344,7 @@ def _changes(run: dict, facts: dict) -> list[str]:
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()
-        if was.get(name) != value and name not in HARMLESS_SETTINGS
+        if was.get(name, value) != value and name not in HARMLESS_SETTINGS  # absent in checkpoints older than it
     ]
     versions = run.get("versions") or {}
     changed += [
