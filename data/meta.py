@@ -98,7 +98,7 @@ def check_meta(content: Any, where: str | Path) -> dict:
         lacks = [other for other in NEEDS.get(name, ()) if not meta.get(other)]
         if lacks:
             raise ValueError(f"{where} has {name}, but no {lacks[0]}")
-    largest = max(meta["end_of_text"], meta.get("bos", 0))
+    largest = max(meta["end_of_text"], meta.get("bos", 0), *meta.get("eos", []))
     if largest >= meta["vocab_size"]:
         raise ValueError(f"{where} has the special token {largest}, but vocab_size is {meta['vocab_size']}")
     for split in SPLITS:

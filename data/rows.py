@@ -105,7 +105,17 @@ def open_xz(file: BinaryIO) -> Frames:
     return Frames(file, lambda: lzma.LZMADecompressor(memlimit=DECOMPRESSOR_BYTES), lzma.LZMAError)
 
 
-COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": open_xz, b"\x28\xb5\x2f\xfd": open_zstd}
+def open_bz2(file: BinaryIO) -> Frames:
+    return Frames(file, bz2.BZ2Decompressor, OSError)  # bz2.open takes damage after the first stream for its end
+
+
+COMPRESSED = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": open_bz2,
+    b"\xfd7zXZ\0": open_xz,
+    b"\x28\xb5\x2f\xfd": open_zstd,
+    **{bytes([i]) + b"\x2a\x4d\x18": open_zstd for i in range(0x50, 0x60)},  # a frame to skip, as pzstd writes first
+}
 
 
 def decompressor_of(head: bytes) -> Callable | None:

@@ -249,14 +249,18 @@ def ids_of_json(content: dict) -> dict[str, int]:
     return vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
 
 
-def named_templates(content: str | list[dict] | None) -> dict[str, str]:
-    """The chat templates in a tokenizer_config.json: one, or several as [{"name": ..., "template": ...}, ...]."""
+def named_templates(content: str | list[dict] | dict[str, str] | None) -> dict[str, str]:
+    """The chat templates in a tokenizer_config.json: one, or several as [{"name": ..., "template": ...}, ...], or
+    as {name: template}.
+    """
     if content is None:
         return {}
     if isinstance(content, str):
         return {"default": content}
     with contextlib.suppress(TypeError, KeyError):
-        templates = {each["name"]: each["template"] for each in content}
+        templates = content
+        if not isinstance(content, dict):
+            templates = {each["name"]: each["template"] for each in content}
         if all(isinstance(text, str) for pair in templates.items() for text in pair):
             return templates
     raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")

@@ -26,9 +26,12 @@ class Losses(NamedTuple):
 def read_json(path: Path) -> dict:
     """{} if there is no such file; ValueError that names it if it cannot be read."""
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} cannot be read: it holds no JSON object")
+    return content
 
 
 def read_losses(folder: Path) -> Losses:
@@ -36,7 +39,8 @@ def read_losses(folder: Path) -> Losses:
     path = folder / "metrics.jsonl"
     train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed run's last line, or another program's
+        # a killed run's last line, another program's, or a loss that is not finite
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             row = json.loads(line)
             if "loss" in row:  # its speed and time are means over the steps since the previous line
                 of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
@@ -44,17 +48,20 @@ def read_losses(folder: Path) -> Losses:
             new, (tokens_each, hours_each) = row["step"] - steps, of_a_step
             at = row["step"], tokens + new * tokens_each, hours + new * hours_each
             if "loss" in row:
-                train.append((*at, row["loss"]))
+                train.append((*at, float(row["loss"])))
                 before = at
             elif "val_loss" in row:
-                val.append((*at, row["val_loss"]))
+                val.append((*at, float(row["val_loss"])))
     if not train:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
     checkpoint, found = newest(folder), read_json(folder / "summary.json")
     saved = read_json(checkpoint / "run.json") if checkpoint else {}
     settings = saved.get("settings") or found.get("settings", {})  # a resumed run still has the previous run's summary
-    finished = found.get("curve", [[0]])[-1][0] == train[-1][0]
-    return Losses(folder, train, val, found.get("bits_per_byte") if finished else None, settings)
+    bits_per_byte = None
+    with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # no summary, or an earlier run's
+        if found["curve"][-1][0] == train[-1][0]:
+            bits_per_byte = float(found["bits_per_byte"])
+    return Losses(folder, train, val, bits_per_byte, settings if isinstance(settings, dict) else {})
 
 
 def smoothed(points: Sequence[tuple]) -> list[float]:

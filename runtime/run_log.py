@@ -166,7 +166,7 @@ class RunLog:
         def belongs(line):
             try:
                 return json.loads(line).get("step", 0) <= first_step
-            except (ValueError, AttributeError, TypeError):  # truncated, or damaged when the machine went down
+            except (ValueError, AttributeError, TypeError, RecursionError):  # cut off, or damaged
                 return False
 
         with atomic_write(path) as file:

@@ -423,3 +423,20 @@ def test_a_file_cut_off_anywhere_is_never_taken_for_a_whole_one(tmp_path, compre
         (tmp_path / "a").write_bytes(whole[:size])
         with pytest.raises(ValueError, match="damaged, or cut off"), open_input(tmp_path / "a") as file:
             rows.read(file.read, tmp_path / "a")
+
+
+def test_damage_after_the_first_stream_of_a_bz2_is_not_taken_for_its_end(tmp_path):
+    first, second = (bz2.compress(part) for part in (LINES[:100], LINES[100:]))
+    (tmp_path / "a.jsonl.bz2").write_bytes(first + second)
+    with open_input(tmp_path / "a.jsonl.bz2") as file:
+        assert file.read() == LINES
+    (tmp_path / "b.jsonl.bz2").write_bytes(first + b"X" + second[1:])
+    with pytest.raises((EOFError, OSError)), open_input(tmp_path / "b.jsonl.bz2") as file:
+        file.read()
+
+
+def test_a_zstd_file_may_begin_with_a_frame_to_skip(tmp_path):
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
+    (tmp_path / "a.jsonl.zst").write_bytes(skipped + zstd(LINES))
+    with open_input(tmp_path / "a.jsonl.zst") as file:
+        assert file.read() == LINES

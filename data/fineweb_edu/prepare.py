@@ -137,7 +137,7 @@ def prepare(
     elif input.is_file():
         input, names = input.parent, [input.name]
     else:
-        names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet"))
+        names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet") if path.is_file())
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
     names, origin = names[:max_files], str(input.resolve()) if input else REPO
