@@ -12,6 +12,7 @@ You do not need convert.py to use a run: a checkpoint is such a folder, and trai
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from lora import merge_lora
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, write_folder
-from runtime.hf_config import read_config
+from runtime.hf_config import model_type, read_config
 from runtime.hf_names import hf_rows
 from runtime.restore import documents
 
@@ -72,7 +73,10 @@ def main() -> None:
     def write(path):
         base = convert(path, args.folder, args.dtype, args.merge)
         merged = f", merged into {base}," if base else ""
-        print(f'{path}{merged} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
+        reader = f'transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")'
+        if model_type() != "llama":  # model.py was changed
+            reader = f"python sample.py --out_dir={shlex.quote(str(args.folder))}"
+        print(f"{path}{merged} in {args.dtype}: {reader}")
 
     try:
         run_folder.read_newest(args.source, write)

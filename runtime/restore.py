@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import dataset_files, files_for_others, parse, tokenizer_of
+from data.tokenizer import TOOL_TEMPLATE, dataset_files, files_for_others, parse, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
@@ -216,6 +216,9 @@ def documents(
         pieces = (folder and folder.pieces) or {}
         found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
         found |= dataset_files(data, dataset) if data else {}
+        two_templates = data is None and folder and (folder.path / TOOL_TEMPLATE).exists()
+        if two_templates and (as_one := tokenizer_of(folder.path).chat_template):
+            found["chat_template.jinja"] = as_one.encode()
         if "tokenizer.json" not in found:
             with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
                 found = tokenizer_of(data or folder.path).hf_files() | found
@@ -310,6 +313,9 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
         stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
+    if resumes and folder.run["settings"].get("optimizer") == "apollo":
+        way = f"to go on with its weights and new states, pass --init_from={shlex.quote(str(folder.path))}"
+        stop(f"{folder.path} has the states of APOLLO, which is no longer here: {way} and another out_dir")
     if resumes or folder.adapter:
         was |= _state_settings(folder.run["settings"])
         now |= {name: settings[name] for name in was if name in STATE_SETTINGS}

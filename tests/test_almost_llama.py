@@ -1,9 +1,12 @@
 """Published folders that are not quite like Llama 3's: read as transformers reads them, or refused with an error."""
 
+import json
+
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from convert import convert
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import DEFAULTS, read_config
@@ -41,6 +44,13 @@ def test_rope_as_older_versions_write_it(tmp_path, old):
     publish(tmp_path)
     edit_config(tmp_path, rope_parameters=None, **old)
     assert_same_model(tmp_path, tmp_path)
+
+
+def test_the_context_before_stretching_is_written_as_the_int_that_transformers_expects(tmp_path):
+    publish(tmp_path / "theirs", rope_parameters={"rope_type": "llama3", "rope_theta": 777.0, **SCALING})
+    convert(tmp_path / "theirs", tmp_path / "ours", "float32")
+    written = json.loads((tmp_path / "ours/config.json").read_text())["rope_scaling"]
+    assert isinstance(written["original_max_position_embeddings"], int), written
 
 
 LLAMA3 = {"rope_type": "llama3", **SCALING}

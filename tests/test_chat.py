@@ -16,6 +16,7 @@ import transformers
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from convert import convert
 from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
@@ -594,6 +595,8 @@ def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoint
     train(dataset=tmp_path / "data", init_from=tmp_path / "hf", mask_documents=True, max_iters=1, **shape)
     [checkpoint] = (tmp_path / "out").glob("step_*")
     exported = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    convert(tmp_path / "hf", tmp_path / "converted", "bfloat16")
+    converted = transformers.AutoTokenizer.from_pretrained(tmp_path / "converted")
     tokenizer = tokenizer_of(tmp_path / "data")
     for messages, tools in (([Q, A], None), ([ASKED, CALLED, FOUND, ANSWERED], [TOOL])):
         for row in ({"messages": messages, "tools": tools}, {"messages": messages, "tools": tools or []}):
@@ -601,6 +604,7 @@ def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoint
             theirs = fast.apply_chat_template(messages, tools=tools)["input_ids"]
             assert encode_answers(tokenizer, text)[0] == theirs
             assert exported.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
+            assert converted.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
 
 
 @pytest.mark.parametrize("first", ["", "\n", "  ", "  {% set x = 1 %}\n", "\r\n{# why #}\n", "{%- set x = 1 -%}\n"])

@@ -430,6 +430,17 @@ def test_a_resume_from_other_weights_is_refused_with_two_ways_out(train, tmp_pat
     assert begun_with(tmp_path / "other") == (str(b), 1)
 
 
+def test_the_states_of_apollo_are_not_resumed_but_its_weights_are(train, tmp_path, capsys):
+    train(max_iters=1)
+    checkpoint = tmp_path / "out/step_000001"
+    settings = read_run(checkpoint)["settings"]
+    edit_run(checkpoint, settings=settings | {"optimizer": "apollo"})  # as older versions wrote it
+    message = error_of(train, capsys, max_iters=2)
+    assert f"pass --init_from={checkpoint} and another out_dir" in message, message
+    train(init_from=checkpoint, out_dir=tmp_path / "other", max_iters=1)
+    assert begun_with(tmp_path / "other") == (str(checkpoint), 1)
+
+
 def test_the_same_command_resumes_wherever_its_weights_are_now(train, tmp_path, capsys, weights, monkeypatch):
     a, b = weights
     monkeypatch.chdir(tmp_path)

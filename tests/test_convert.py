@@ -582,7 +582,7 @@ class WithPositions(model_module.Llama):
 
 @pytest.mark.parametrize("change", ["computation", "weights"])
 def test_others_refuse_a_changed_model_and_nanocria_reads_it(
-    change, train, sample, convert_to_hf, tmp_path, monkeypatch
+    change, train, sample, convert_to_hf, tmp_path, monkeypatch, capsys
 ):
     if change == "weights":
         monkeypatch.setattr(model_module, "Llama", WithPositions)
@@ -596,6 +596,7 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
     step = tmp_path / "out/step_000001"
     refused_by_others(step)
     refused_by_others(convert_to_hf(step))
+    assert f"in bfloat16: python sample.py --out_dir={tmp_path / 'hf'}\n" in capsys.readouterr().out
     assert transformers.AutoTokenizer.from_pretrained(step)("é").input_ids == list("é".encode())
     text, said = sample(out_dir=tmp_path / "hf", max_new_tokens=3)
     assert text.startswith("def ") and not said
