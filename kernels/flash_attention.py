@@ -92,7 +92,10 @@ def _store(tiles, batch, head, time, x):
 @triton.jit
 def _dot(a, b, total=None):
     """a b + total in fp32. "ieee" is for fp32 inputs: without it they would be cut to 10 bits of mantissa."""
-    return tl.dot(a, b, total, input_precision="ieee")
+    if total is None:
+        return tl.dot(a, b, input_precision="ieee")
+    else:  # out_dtype: Triton 3.7 takes a total in fp64 only if told
+        return tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
 
 
 @triton.jit
