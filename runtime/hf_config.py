@@ -128,10 +128,10 @@ def _read_rope(path: Path, theirs: dict) -> dict:
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {key: setting(path, rope, key, float) for key in ROPE_SCALING_KEYS & rope.keys()}
     original = "original_max_position_embeddings"
-    if original in theirs or ROPE_SCALING_KEYS - scaling.keys() == {original}:
-        scaling[original] = setting(path, theirs, original if original in theirs else "max_position_embeddings", float)
     if original in scaling and scaling[original].is_integer():
         scaling[original] = int(scaling[original])  # transformers expects an int
+    if original in theirs or ROPE_SCALING_KEYS - scaling.keys() == {original}:
+        scaling[original] = setting(path, theirs, original if original in theirs else "max_position_embeddings", int)
     return {"rope_theta": theta, "rope_scaling": dict(sorted(scaling.items()))}
 
 
