@@ -1,4 +1,4 @@
-"""Writing that is atomic and follows no links, locks between processes, messages and the paths in them."""
+"""Reading small files, writing that is atomic and follows no links, locks, messages and the paths in them."""
 
 import errno
 import fcntl
@@ -77,6 +77,20 @@ def refuse_lfs_pointer(head: bytes, path: Path) -> None:
     """Raises LfsPointer if a file begins as one."""
     if is_lfs_pointer(head):
         raise LfsPointer(f"{path} {LFS_ADVICE}")
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes. The file may come from a stranger: anything else is a
+    ValueError. OSError if it is missing or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")  # a pipe without a writer would block, a device never end
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path} has more than {limit:,} bytes, which is too large for a file of this kind")
+    refuse_lfs_pointer(content, path)
+    return content
 
 
 def write_json(path: Path, content: dict) -> None:
