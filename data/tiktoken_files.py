@@ -15,7 +15,7 @@ from pathlib import Path
 import requests  # tiktoken depends on it and downloads with it
 import tiktoken
 
-from data.files import atomic_write, refuse_lfs_pointer
+from data.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 # Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
@@ -114,21 +114,19 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
         ) from error
 
 
-def llama3_encoding(file: Path) -> tiktoken.Encoding:
+def llama3_encoding(content: bytes, file: Path) -> tiktoken.Encoding:
     """Meta's tokenizer.model; its special tokens take the ids after the last rank."""
-    ranks = read_ranks(file)
+    ranks = read_ranks(content, file)
     special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
     return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
-def read_ranks(file: Path) -> dict[bytes, int]:
+def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     """Read a tiktoken vocabulary: lines of `base64(token) rank`, with ranks 0, 1, 2, ... and all single bytes.
 
     tiktoken's own loader caches by path, and would return the old vocabulary after the file has changed.
     """
     ranks = {}
-    content = file.read_bytes()
-    refuse_lfs_pointer(content, file)
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.files import refuse_lfs_pointer
+from data.files import read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
     DOWNLOADS,
@@ -37,13 +37,13 @@ from data.vocabulary import (
     Tokenizer,
     ids_of_json,
     is_id,
-    one_template,
+    named_templates,
     spelling,
     vocabulary_name,
 )
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder beside chat_template.jinja
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
@@ -72,7 +72,7 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
     if path.is_dir() or (path.is_file() and path.name == "tokenizer.json"):
         return tokenizer_of(path if path.is_dir() else path.parent)
     if path.is_file():
-        content = path.read_bytes()
+        content = read_small(path, MOST_FILE_BYTES)
         return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
     hint = did_you_mean(str(name), {known: known for known in NAMES})
     raise ValueError(f"Unknown tokenizer {name}: it is not one of {', '.join(NAMES)}, nor a file or folder{hint}")
@@ -92,7 +92,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     meta = meta and data
     sizes = (params.get("vocab_size"), config.get("vocab_size"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
-    files = dataset_files(folder, meta) if meta else read_files(folder, FILES)
+    files = dataset_files(folder, meta) if meta else published_templates(folder, read_files(folder, FILES))
     if "tokenizer.json" in files:
         tokenizer = read_json(folder / "tokenizer.json", files, name, config.get("eos_token_id"))
     elif name == "bytes" or name in DOWNLOADS:
@@ -109,7 +109,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     set_bos(tokenizer, name, config, meta, data)
     if tokenizer.bos is not None and not is_id(tokenizer.bos, tokenizer.n_vocab):
         raise ValueError(f"{folder} begins texts with {tokenizer.bos!r:.60}: expected a token of its tokenizer")
-    set_chat_template(tokenizer, folder, files | ({} if meta else read_files(folder, [TOOL_TEMPLATE])))
+    tokenizer.templates = templates_of(files, folder)
     return tokenizer
 
 
@@ -125,19 +125,40 @@ def set_bos(tokenizer: Tokenizer, name: str | None, config: dict, meta: dict, da
         tokenizer.bos = doc_start_of(config, data)
 
 
-def set_chat_template(tokenizer: Tokenizer, folder: Path, files: dict[str, bytes]) -> None:
-    """Use chat_template.jinja, and tool_use.jinja for conversations with tools, if they are among the files."""
-    templates = {}
-    for file in {"chat_template.jinja", TOOL_TEMPLATE} & files.keys():
-        try:
-            templates[file] = files[file].decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{folder / file} is not UTF-8: {error}") from error
-    tokenizer.chat_template = templates.get("chat_template.jinja", tokenizer.chat_template)
-    if TOOL_TEMPLATE in templates:
-        both = {"default": tokenizer.chat_template, "tool_use": templates[TOOL_TEMPLATE]}
-        tokenizer.chat_template = one_template(both)
-        tokenizer.files = tokenizer.files | {"chat_template.jinja": tokenizer.chat_template.encode()}
+def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """A published folder's files, with the chat templates beside chat_template.jinja in tokenizer_config.json.
+
+    As in transformers: if there are templates in files, those in its tokenizer_config.json do not count.
+    """
+    paths = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    if not paths and "chat_template.jinja" not in files:
+        return files
+    named = {path.stem: text_of(read_small(path, MOST_FILE_BYTES), path) for path in paths}
+    return files_with_templates(files, named)
+
+
+def files_with_templates(files: dict[str, bytes], named: dict[str, str]) -> dict[str, bytes]:
+    """The files with these chat templates in tokenizer_config.json, besides the one in chat_template.jinja."""
+    config = parse_file(files, "tokenizer_config.json")
+    if not named and "chat_template" not in config:
+        return files
+    config["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
+    return files | {"tokenizer_config.json": to_json(config)}
+
+
+def templates_of(files: dict[str, bytes], folder: Path = Path()) -> dict[str, str]:
+    """{name: chat template} in tokenizer files."""
+    templates = named_templates(parse_file(files, "tokenizer_config.json").get("chat_template"))
+    if "chat_template.jinja" in files:
+        templates["default"] = text_of(files["chat_template.jinja"], folder / "chat_template.jinja")
+    return templates
+
+
+def text_of(content: bytes, path: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def doc_start_of(config: dict, data: dict) -> int | None:
@@ -159,14 +180,7 @@ def doc_start_of(config: dict, data: dict) -> int | None:
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Those of these files that a folder has. Raises ValueError for a git-lfs pointer, or a very large file."""
-    paths = {name: folder / name for name in names if (folder / name).is_file()}
-    for path in paths.values():
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ValueError(f"{path} has more than {MOST_FILE_BYTES:,} bytes: it is no tokenizer's")
-    files = {name: path.read_bytes() for name, path in paths.items()}
-    for name, content in files.items():
-        refuse_lfs_pointer(content, folder / name)
-    return files
+    return {name: read_small(folder / name, MOST_FILE_BYTES) for name in names if (folder / name).exists()}
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
@@ -246,7 +260,7 @@ def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None)
     stay as they are.
     """
     try:
-        files = one_chat_template(files)
+        files = one_place_for_templates(files)
         begins = first_id(parse_file(files, "tokenizer.json").get("post_processor"))
         # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
         if meta and "tokenizer.json" in files and not ("bos" not in meta and begins == meta["end_of_text"]):
@@ -259,14 +273,18 @@ def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None)
         return files
 
 
-def one_chat_template(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Leave chat_template.jinja, if there is one, as the only template: transformers prefers it to those in
-    tokenizer_config.json, llama.cpp's reader does not.
+def one_place_for_templates(files: dict[str, bytes]) -> dict[str, bytes]:
+    """One chat template in chat_template.jinja, several in tokenizer_config.json: transformers and llama.cpp's reader
+    prefer different places.
     """
     config = parse_file(files, "tokenizer_config.json")
     if "chat_template.jinja" not in files or "chat_template" not in config:
         return files
+    templates = templates_of(files)
     del config["chat_template"]
+    if len(templates) > 1:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+        files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
     return files | {"tokenizer_config.json": to_json(config)}
 
 
@@ -307,7 +325,8 @@ def to_json(content: dict) -> bytes:
 
 
 def read_model(file: Path) -> Tokenizer:
-    return Tiktoken(llama3_encoding(file), {"tokenizer.model": file.read_bytes()})
+    content = read_small(file, MOST_FILE_BYTES)
+    return Tiktoken(llama3_encoding(content, file), {"tokenizer.model": content})
 
 
 def find_model(*places: Path) -> Path:
@@ -338,5 +357,6 @@ def parse(content: bytes, path: Path) -> dict:
 def published_name(folder: Path, written_as: str | None = None) -> str | None:
     """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; written_as if it cannot be read."""
     with contextlib.suppress(OSError, *MALFORMED):
-        return name_of_json(parse((folder / "tokenizer.json").read_bytes(), folder), written_as)
+        content = read_small(folder / "tokenizer.json", MOST_FILE_BYTES)
+        return name_of_json(parse(content, folder), written_as)
     return written_as

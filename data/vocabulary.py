@@ -29,10 +29,14 @@ class Tokenizer:
     bos            the id before every document and prompt, or None
     hf_bos         of tokenizer_of(): the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
-    bos_token, eos_token, chat_template    for chat templates; "" or None if there is none
+    bos_token, eos_token    as they are spelled; "" if there is none
+    named_tokens   {"pad_token": "<pad>", ...}: what transformers gives to a chat template
+    templates      {name: chat template}: most have one, "default"
     special_tokens the text of each special token
     files          {name: content} to build it from; {} if its name is enough
     """
+
+    templates: dict[str, str] = {}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text, without bos. special: special tokens spelled out in it become tokens, else stay text."""
@@ -59,14 +63,18 @@ class Tokenizer:
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
-        self.bos = config.get("first_id")
-        if config.get("add_bos_token") is False:
-            self.bos = None
-        elif config.get("add_bos_token") and self.bos is None:
-            self.bos = id_of(self.bos_token)
+        self.bos = config.get("first_id")  # transformers 5 does not go by add_bos_token
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
-        self.chat_template = one_template(named_templates(config.get("chat_template")))
+        tokens = dict(config)
+        extra = config.get("extra_special_tokens")
+        if isinstance(extra, dict):
+            tokens |= extra
+        self.named_tokens = {
+            name: spelling(value)
+            for name, value in tokens.items()
+            if spelling(value) and (name.endswith("_token") or name in (extra or ()))
+        }
 
 
 class Tiktoken(Tokenizer):
@@ -80,6 +88,8 @@ class Tiktoken(Tokenizer):
             eos = [special.get(token) for token in LLAMA3_EOS]
             config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
         self.set_special_tokens(special.get, config)
+        if "tokenizer_config.json" not in self.files:
+            self.named_tokens = {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         options = dict(allowed_special="all" if special else set(), disallowed_special=())
@@ -99,7 +109,7 @@ class Tiktoken(Tokenizer):
     def hf_files(self) -> dict[str, bytes]:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
-        config |= {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
+        config |= self.named_tokens
         made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 
@@ -264,23 +274,6 @@ def named_templates(content: str | list[dict] | dict[str, str] | None) -> dict[s
         if all(isinstance(text, str) for pair in templates.items() for text in pair):
             return templates
     raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
-
-
-def one_template(templates: dict[str, str | None]) -> str | None:
-    """One Jinja program that renders conversations with tools as "tool_use" does, all others as "default" does.
-
-    transformers chooses so. A chat_template.jinja of this program serves every other reader, too.
-    """
-    default = templates.get("default")
-    tool_use = templates.get("tool_use")
-    if tool_use is None:
-        return default
-    if default is None:
-        default = "{{ raise_exception('it is for conversations with tools only') }}"
-    # Jinja drops a line break after a tag, one at the end of a program, and blanks before a tag, but not before {{.
-    tool_use = re.sub(r"\r?\n\Z", "", tool_use)
-    default = re.sub(r"\r?\n\Z", "", default)
-    return "{% if tools %}\n" + tool_use + "{{ '' }}{% else %}\n" + default + "{{ '' }}{% endif %}"
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:

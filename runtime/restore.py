@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import TOOL_TEMPLATE, dataset_files, files_for_others, parse, tokenizer_of
+from data.tokenizer import dataset_files, files_for_others, parse, published_templates, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
@@ -215,10 +215,8 @@ def documents(
         found = [name for name in KEPT if folder and (folder.path / name).exists()]
         pieces = (folder and folder.pieces) or {}
         found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
+        found = published_templates(folder.path, found) if folder else found
         found |= dataset_files(data, dataset) if data else {}
-        two_templates = data is None and folder and (folder.path / TOOL_TEMPLATE).exists()
-        if two_templates and (as_one := tokenizer_of(folder.path).chat_template):
-            found["chat_template.jinja"] = as_one.encode()
         if "tokenizer.json" not in found:
             with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
                 found = tokenizer_of(data or folder.path).hf_files() | found

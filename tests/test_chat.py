@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import itertools
 import json
+import resource
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +24,7 @@ from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
-from data.vocabulary import HuggingFace, Tiktoken, one_template
+from data.vocabulary import HuggingFace, Tiktoken
 from model import LlamaConfig
 from runtime.restore import documents
 from tests.datasets import contents
@@ -50,6 +52,7 @@ def byte_tokenizer(pattern, special_tokens, merges=()):
 
 
 LLAMA3 = byte_tokenizer(r"(?s:.)", SPECIAL)
+BOS = {"bos_token": "<|begin_of_text|>"}
 
 
 def line(*contents):
@@ -98,20 +101,70 @@ def test_templates_render_as_in_transformers(template, prompt):
     for tools in (None, [{"type": "function", "function": {"name": "wéather"}}]):
         options = dict(chat_template=template, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
         (theirs,), _ = render_jinja_template([MESSAGES], tools=tools, **options)
-        assert render(MESSAGES, template, "<s>", "</s>", prompt, tools) == theirs
+        ours = {"add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>", "tools": tools}
+        assert render(MESSAGES, template, ours) == theirs
 
 
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("\n{% for m in messages %}", "cannot write .*: its line 2 is not valid Jinja"),
+    ("\n{% for m in messages %}", "line 2 of the chat template is not valid Jinja"),
     ("{{ 1 / 0 }}", "division by zero"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
     ("{{ render.__globals__ }}{{ strftime_now.__globals__ }}", "undefined"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{{ 'a' * 10**10 }}", "bytes of memory"),
+    ("{% set ns = namespace(a='a') %}{% for _ in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "of memory"),
+    ("{{ 'a'.ljust(10**10) }}", "bytes of memory"),
+    ("{{ 10**(10**10) }}", "bits"),
+    ("{% set ns = namespace(a=3) %}{% for _ in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}", "bits"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
 ])  # fmt: skip
-def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(template, message):
-    with pytest.raises(ValueError, match=message):
-        render(MESSAGES, template, "<s>", "</s>")
+def test_a_template_that_fails_or_takes_too_much_or_reaches_out_of_its_sandbox_is_a_valueerror(
+    template, message, monkeypatch
+):
+    monkeypatch.setattr("data.chat.template.MOST_SECONDS", 1)
+    tokenizer = byte_tokenizer(".", SPECIAL)
+    tokenizer.templates = {"default": template}
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    for attempt in (encode_prompt, render_answers):
+        with pytest.raises(ValueError, match=message):
+            attempt(tokenizer, MESSAGES)
+    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+
+
+@pytest.mark.parametrize("options", [
+    "", "true", "ensure_ascii=true", "false, 2", "indent=4", "true, none, ('; ', '= ')", "separators=(',', ':')",
+    "sort_keys=true", "true, 1, (',', ':'), true",
+])  # fmt: skip
+def test_tojson_writes_what_that_of_transformers_writes(reads, fast, options):
+    template = "{% for m in messages %}{{ m | tojson(OPTIONS) }}{% generation %}{{ eos_token }}{% endgeneration %}"
+    template = template.replace("OPTIONS", options) + "{% endfor %}"
+    content = "<|im_end|> é 漢 🦙 \u2028 \\ufdd0 <>&'\""
+    messages = [Q | {"content": content}, A | {"name": content}]
+    theirs = fast.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert reads(template, {"messages": messages}) == theirs
+    assert reads.ids.count(258) == 2, "a message's text became a special token"
+
+
+def test_a_template_has_every_named_token_that_it_has_in_transformers(tmp_path):
+    names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "image_token"]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ [" + ", ".join([*names, "tool_token"]) + "] }}"
+    _, fast = publish_chat_model(tmp_path)
+    for tokens in (
+        {"unk_token": "<|endoftext|>", "sep_token": None},
+        {"cls_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "image_token": "a", "bos_token": None},
+        {"mask_token": "b", "extra_special_tokens": {"tool_token": "<|im_start|>"}},
+        {"additional_special_tokens": ["a"], "eos_token": "<|endoftext|>"},
+    ):
+        path = tmp_path / "tokenizer_config.json"
+        changed = json.loads(path.read_text()) | tokens
+        path.write_text(json.dumps(changed))
+        (tmp_path / "chat_template.jinja").write_text(template)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ours = get_tokenizer(tmp_path)
+        text = theirs.apply_chat_template([Q], tokenize=False)
+        assert ours.decode(encode_prompt(ours, [Q])) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +173,7 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(tem
 
 def test_only_answers_and_their_ends_of_turn_are_targets():
     ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, MESSAGES))
-    assert ids == LLAMA3.encode(render(MESSAGES, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), special=True)
+    assert ids == LLAMA3.encode(render(MESSAGES, LLAMA3_TEMPLATE, BOS), special=True)
     learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
     assert learned == "4<|eot_id|>Yes.<|eot_id|>"
     said = "".join(
@@ -139,13 +192,13 @@ def test_non_text_and_answers_of_weight_0_are_not_learned():
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     """Even if the tokenizer would merge the end of the prompt with the start of the answer."""
     tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
-    tokenizer.chat_template = PLAIN
+    tokenizer.templates = {"default": PLAIN}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, messages))
     first = is_target.index(True)
     assert ids[:first] == encode_prompt(tokenizer, messages[:1])
     assert tokenizer.decode(ids[first:]) == "xyz<|endoftext|>\n" and is_target[-2:] == [True, False]
-    assert 257 in tokenizer.encode(render(messages, PLAIN, "", "")), "it does not merge: the test shows nothing"
+    assert 257 in tokenizer.encode(render(messages, PLAIN, {"eos_token": ""})), "it does not merge"
 
 
 def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypatch):
@@ -155,7 +208,7 @@ def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypat
     ids, is_target = encode_answers(LLAMA3, text)
     assert sum(encoded) < 4 * len(text)
     assert LLAMA3.decode(i for i, target in zip(ids, is_target, strict=True) if target) == "4<|eot_id|>" * 100
-    assert ids == encode(render(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), special=True)
+    assert ids == encode(render(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, BOS), special=True)
 
 
 def test_a_special_token_that_a_message_spells_out_stays_text():
@@ -164,13 +217,13 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
         {"role": "assistant", "content": "<|eot_id|> ends a turn."},
     ]
     ids, _ = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
-    assert LLAMA3.decode(ids) == render(messages, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), "the text changed"
+    assert LLAMA3.decode(ids) == render(messages, LLAMA3_TEMPLATE, BOS), "the text changed"
     assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="not characters"):
         render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
     fenced = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "```"])
-    fenced.chat_template = PLAIN
+    fenced.templates = {"default": PLAIN}
     assert 257 not in encode_prompt(fenced, [{"role": "user", "content": "````` overlap"}])
 
 
@@ -188,22 +241,20 @@ def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_p
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():
     tokenizer = get_tokenizer("bytes")
-    tokenizer.chat_template = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
+    forgets = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
+    tokenizer.templates = {"default": forgets}
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
     with pytest.raises(ValueError, match="message 2 differently when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
-    tokenizer.chat_template = "{% if messages %}as a system: {% endif %}" + PLAIN  # differs without messages
+    tokenizer.templates = {"default": "{% if messages %}system: {% endif %}" + PLAIN}  # differs without messages
     with pytest.raises(ValueError, match="the conversation begins with an answer: put a user"):
         render_answers(tokenizer, MESSAGES[2:])
 
 
-@pytest.mark.parametrize("package", ["jinja2", "tokenizers"])
-def test_a_package_that_is_missing_is_named_with_its_command(package, monkeypatch, tmp_path):
-    tokenizer = get_tokenizer("bytes")
-    tokenizer.chat_template = PLAIN + package  # not compiled yet
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"pip install {package}"):
-        render_answers(tokenizer, MESSAGES[1:3]) if package == "jinja2" else HuggingFace(tmp_path, {}, {})
+def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match="pip install tokenizers"):
+        HuggingFace(tmp_path, {}, {})
 
 
 @pytest.mark.real
@@ -350,11 +401,13 @@ def refuse(sentence):
 
 
 def with_nulls(value):
-    """A row as tables have it: keys that it lacks are null, at every level."""
-    if isinstance(value, dict):
-        nulls = ["name", "content", "tool_calls", "reasoning_content", "thinking", "function", "weight"]
-        return {key: with_nulls(each) for key, each in value.items()} | {k: None for k in nulls if k not in value}
-    return [with_nulls(each) for each in value] if isinstance(value, list) else value
+    """A row as tables have it: keys that it or a message lacks are null."""
+    nulls = ["name", "content", "tool_calls", "reasoning_content", "thinking", "function", "weight", "tools", "system"]
+    row = dict.fromkeys(nulls) | value
+    for name in {"messages", "conversations", "prompt", "completion"} & row.keys():
+        if isinstance(row[name], list):
+            row[name] = [dict.fromkeys(nulls) | message for message in row[name]]
+    return row
 
 
 def with_json_arguments(messages):
@@ -386,6 +439,38 @@ def test_a_row_with_null_keys_renders_as_transformers_renders_it_without_them(re
     assert reads(TEMPLATES[name], empty) == theirs, "an empty list is no call"
     assert all(answer.strip() in learned for answer, learned in zip(answers, reads.learned, strict=True))
     assert "None" not in theirs and "null" not in theirs
+
+
+def test_nulls_inside_arguments_and_tools_stay_as_in_transformers(reads, fast):
+    call = CALLED["tool_calls"][0] | {"function": {"name": "weather", "arguments": {"city": None, "days": [None]}}}
+    messages = [ASKED, CALLED | {"tool_calls": [call]}]
+    tools = [TOOL | {"strict": None}]
+    for template in (LLAMA32, QWEN, MISTRAL):
+        theirs = fast.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
+        assert reads(template, {"messages": messages, "tools": tools}) == theirs and theirs.count("null") == 3
+
+
+def test_documents_and_more_variables_of_a_row_reach_the_template_as_in_transformers(reads, fast, written, capsys):
+    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ 'think' if thinks else bos_token }}" + CHATML
+    documents = [{"title": "a", "text": "b <|im_end|>"}]
+    for row in ({}, {"documents": documents}, {"chat_template_kwargs": {"thinks": 1, "bos_token": "mine"}}):
+        options = {"documents": row.get("documents")} | row.get("chat_template_kwargs", {})
+        theirs = fast.apply_chat_template([Q, A], chat_template=template, tokenize=False, **options)
+        assert reads(template, {"messages": [Q, A]} | row) == theirs
+        assert reads.ids.count(258) == 2, "a document's text became a special token"
+    rows = [{"messages": [Q, A], "documents": documents, "chat_template_kwargs": {"x": 1}, "id": 1, "train": "?"}]
+    written(*map(json.dumps, rows), json.dumps(rows[0] | {"messages": [ASKED, ANSWERED]}))
+    assert "ignored keys of rows: " in (out := capsys.readouterr().out)
+    assert all(f"'{name}' (2)" in out for name in ("documents", "x", "id", "train"))
+
+
+@pytest.mark.parametrize("flag", ["weight", "train"])
+def test_a_row_that_is_flagged_is_left_out_and_counted(flag, written, capsys):
+    rows = [{"messages": [Q | {"content": f"{i}?"}, A], flag: i % 2} for i in range(20)]
+    folder = written(*map(json.dumps, rows))
+    out = capsys.readouterr().out
+    assert "left out because their weight or train is 0: 10\n" in out and "ignored" not in out
+    assert Tokens(folder, "train").meta["train_documents"] + Tokens(folder, "train").meta["val_documents"] == 10
 
 
 def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fast):
@@ -566,22 +651,23 @@ def test_formats_and_keys_that_the_template_does_not_read_are_printed_and_counte
     written(*map(json.dumps, rows), "{}", errors="skip")
     out = capsys.readouterr().out
     assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 2 rows of messages\n" in out
-    [ignored] = [line for line in out.splitlines() if line.startswith("ignored")]
+    [ignored] = [line for line in out.splitlines() if line.startswith("ignored keys of messages")]
     assert all(said in ignored for said in ("'mood' (1,200)", "'name' (1,200)", "'thinking' (1)"))
     assert not any(name in ignored for name in ("weight", "train", "refusal", "role", "id'"))
+    assert "ignored keys of rows: 'id' (1,200)\n" in out
 
 
 def test_ignored_keys_take_bounded_memory_and_space(reads):
     seen = Seen()
     for i in range(200):
-        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A]}), set())
-    assert len(seen.ignored) == 100 and len(" ".join(seen.sentences())) < 1000
+        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A], f"{i}{'y' * 500}": 1}), set())
+    assert len(seen.ignored_in_messages) == 100 and len(" ".join(seen.sentences())) < 1000
 
 
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")
 @pytest.mark.parametrize("saved", ["one file", "several files"])
 def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoints(saved, train, tmp_path):
-    named = {"default": CHATML, "tool_use": QWEN, "rag": "?"}
+    named = {"default": CHATML, "tool_use": QWEN, "rag": "?\n"}
     _, fast = publish_chat_model(tmp_path / "hf", rope_scaling=None)
     (tmp_path / "hf/chat_template.jinja").unlink()
     fast.chat_template = named
@@ -597,7 +683,14 @@ def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoint
     exported = transformers.AutoTokenizer.from_pretrained(checkpoint)
     convert(tmp_path / "hf", tmp_path / "converted", "bfloat16")
     converted = transformers.AutoTokenizer.from_pretrained(tmp_path / "converted")
+    assert exported.chat_template == converted.chat_template == named
     tokenizer = tokenizer_of(tmp_path / "data")
+    assert tokenizer.templates == tokenizer_of(checkpoint).templates == named
+    (tmp_path / "mine.jinja").write_text("mine" + CHATML)
+    chat.prepare(
+        [tmp_path / "chats.jsonl"], tmp_path / "mine", str(tmp_path / "hf"), tmp_path / "mine.jinja", errors="skip"
+    )
+    assert tokenizer_of(tmp_path / "mine").templates == {"default": "mine" + CHATML, "rag": "?\n"}
     for messages, tools in (([Q, A], None), ([ASKED, CALLED, FOUND, ANSWERED], [TOOL])):
         for row in ({"messages": messages, "tools": tools}, {"messages": messages, "tools": tools or []}):
             [text] = chat.render_rows([("", row)], tokenizer, refuse, Seen())
@@ -605,17 +698,6 @@ def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoint
             assert encode_answers(tokenizer, text)[0] == theirs
             assert exported.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
             assert converted.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
-
-
-@pytest.mark.parametrize("first", ["", "\n", "  ", "  {% set x = 1 %}\n", "\r\n{# why #}\n", "{%- set x = 1 -%}\n"])
-@pytest.mark.parametrize(
-    "last", ["", "\n", "\n\n", "\r\n", "  ", "\n  ", "\n  \n", "{% set x = 1 %}\n", "{#- ? -#}\n "]
-)
-def test_two_named_templates_in_one_program_keep_every_blank_that_jinja_keeps(first, last):
-    of = {name: f"{first}{name} {{{{ messages[0].content }}}}{last}" for name in ("default", "tool_use")}
-    for tools, name in ((None, "default"), ([TOOL], "tool_use")):
-        [theirs], _ = render_jinja_template([[Q]], chat_template=of[name], tools=tools)
-        assert render([Q], one_template(of), "", "", tools=tools) == theirs
 
 
 def test_a_list_without_a_default_template_renders_only_conversations_with_tools(fast, tmp_path):
@@ -626,7 +708,7 @@ def test_a_list_without_a_default_template_renders_only_conversations_with_tools
     assert tokenizer.decode(encode_answers(tokenizer, text)[0]) == fast.apply_chat_template(
         [ASKED, CALLED], tools=[TOOL], tokenize=False
     )
-    with pytest.raises(ValueError, match="with tools only"):
+    with pytest.raises(ValueError, match="has chat templates for tool_use only"):
         render_answers(tokenizer, [Q, A])
     for wrong in (5, ["x"], [{"name": "default"}], [{"name": [], "template": "x"}], {"default": 1}, [None]):
         content = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": wrong}
@@ -817,7 +899,7 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     assert said in capsys.readouterr().out
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
-    assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
+    assert meta["eos"] == [256] and tokenizer_of(folder).templates == {"default": PLAIN}
     (folder / "train.mask").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.mask is missing, .*: run python data/chat/prepare.py --out "):
         Tokens(folder, "train")

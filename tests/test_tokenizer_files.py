@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -14,7 +15,7 @@ import tiktoken
 import tokenizers
 import transformers
 
-from data.chat.template import render
+from data.chat.template import template_of
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
 from data.tokenizer import NAMES, Tiktoken, get_tokenizer, published_name, tokenizer_of
@@ -62,7 +63,8 @@ def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_te
     for path in (tmp_path / "hf", str(tmp_path / "hf/tokenizer.json")):
         tokenizer = get_tokenizer(path)
         assert (tokenizer.n_vocab, tokenizer.bos, tokenizer.end_of_text, tokenizer.eos) == (300, None, 0, [3, 0])
-        assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == ("<|im_end|>", "", TEMPLATE)
+        assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "")
+        assert tokenizer.templates == {"default": TEMPLATE}
         assert tokenizer.special_tokens == set(SPECIAL)
     for text in (*TEXTS, prose(0, 500), "e\u0301"):
         ids = tokenizer.encode(text)
@@ -85,15 +87,18 @@ def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_pat
     assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
 
 
-def test_bos_is_what_the_tokenizer_prepends(tmp_path):
-    write_hf_folder(tmp_path / "adds", bos="<s>")
-    assert get_tokenizer(tmp_path / "adds").bos_token == "<s>"
-    write_hf_folder(tmp_path / "declares", bos_token="<s>")
-    write_hf_folder(tmp_path / "told", bos_token="<s>", add_bos_token=True)
-    write_hf_folder(tmp_path / "told not to", bos="<s>", add_bos_token=False)
-    found = [get_tokenizer(tmp_path / name).bos for name in ("adds", "declares", "told", "told not to")]
-    assert found == [1, None, 1, None]
-    assert get_tokenizer(write_llama3_model(tmp_path / "tokenizer.model", [])).bos == 256
+@pytest.mark.parametrize("first", [None, "<s>", "<|endoftext|>"])
+@pytest.mark.parametrize("config", [
+    {}, {"add_bos_token": True}, {"add_bos_token": False}, {"bos_token": "<|im_start|>", "add_bos_token": True},
+    {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}, {"tokenizer_class": "GPT2Tokenizer"},
+])  # fmt: skip
+def test_texts_begin_as_in_transformers(first, config, tmp_path):
+    write_hf_folder(tmp_path / "hf", bos=first, **{"bos_token": "<s>"} | config)
+    tokenizer = get_tokenizer(tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    assert theirs("a").input_ids == bos + tokenizer.encode("a")
+    assert theirs.bos_token == tokenizer.bos_token
 
 
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
@@ -102,11 +107,11 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
     (tmp_path / "hf/config.json").write_text('{"eos_token_id": 7}')
     tokenizer = get_tokenizer(tmp_path / "hf")
     assert tokenizer.eos == [3, 7, 0]
-    assert [render([], tokenizer.chat_template, "", "", tools=tools) for tools in ([], [{}])] == ["one", "two"]
+    assert [template_of(tokenizer, tools) for tools in ([], [{}])] == ["one", "two"]
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     (tmp_path / "hf/chat_template.jinja").write_text("é")
     tokenizer = get_tokenizer(tmp_path / "hf")
-    assert (tokenizer.eos, tokenizer.chat_template) == ([3, 2, 0], "é")
+    assert (tokenizer.eos, tokenizer.templates) == ([3, 2, 0], {"default": "é"})
 
 
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
@@ -278,6 +283,18 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 
 
+def test_a_tokenizer_file_that_is_too_large_or_a_pipe_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokenizer.MOST_FILE_BYTES", 1000)
+    for name in ("tokenizer.model", "tokenizer.json", "mine.json"):
+        (tmp_path / name).write_bytes(b"{" * 1001)
+        with pytest.raises(ValueError, match="more than 1,000 bytes"):
+            get_tokenizer(tmp_path / name)
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="tokenizer.json is not a regular file"):
+        get_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"])
 def test_a_git_lfs_pointer_is_named(file, tmp_path):
     if file != "tokenizer.model":
@@ -348,7 +365,7 @@ def test_a_dataset_keeps_its_tokenizer_and_reports_damaged_files(tmp_path):
     shutil.rmtree(tmp_path / "hf")
     tokenizer = tokenizer_of(data)
     assert (meta["tokenizer"], meta["bos"]) == (expected.name, 1) == (tokenizer.name, tokenizer.bos)
-    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos == expected.eos
+    assert tokenizer.templates == {"default": TEMPLATE} and tokenizer.eos == expected.eos
     ids = np.concatenate([Tokens(data, split).shards[0][:] for split in ("train", "val")]).tolist()
     assert ids.count(1) == ids.count(0) == len(texts) and ids[0] == 1
     read_back = tokenizer.decode(ids).removesuffix("<|endoftext|>").split("<|endoftext|>")
@@ -525,7 +542,7 @@ def test_smollm2_is_read_as_transformers_reads_it(tmp_path):
     [theirs] = smollm2(tmp_path)
     ours = get_tokenizer(tmp_path)
     assert published_name(tmp_path) == ours.name and (ours.n_vocab, ours.bos, ours.end_of_text) == (49152, None, 0)
-    assert ours.eos == [2, 0] and "<|im_start|>" in ours.chat_template
+    assert ours.eos == [2, 0] and "<|im_start|>" in ours.templates["default"]
     ids = {s: theirs(s, add_special_tokens=False, split_special_tokens=True).input_ids for s in all_blocks()}
     assert not [s for s in ids if ours.encode(s) != ids[s]]
     prompt = "<|im_start|>user\nHi<|im_end|>\n"

@@ -5,18 +5,27 @@
     conversation.messages  # [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     conversation.tools     # None, or a list of JSON schemas
 
-A row is in exactly one format, which its keys tell (see FORMATS). Beside them it may have `tools`, a list or the JSON
-text of one, and `system`, used unless the conversation has a system message of its own. Keys that are null are absent,
-at every level: tables of rows are filled up with them. Only JSON in a string, as `arguments` may be, keeps its nulls.
+A row is in exactly one format, which its keys tell (see FORMATS). Beside them it may have
+
+    tools                   JSON schemas: a list, or the JSON text of one
+    system                  a system message, used unless the conversation has one of its own
+    documents               for templates that read them
+    chat_template_kwargs    {name: value} of more variables for the template, as TRL has them
+    weight, train           0: nothing in this row is learned
+
+Keys of a row or of a message that are null are absent, as in transformers.
 """
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
 MEDIA = ("images", "videos", "audios")
+ROW_FLAGS = ("weight", "train")  # 0: no answer of the row is learned
+ROW_KEYS = {"tools", "system", "documents", "chat_template_kwargs", "label", "kto_tag", *MEDIA, *ROW_FLAGS}
 MOST_IGNORED = 100  # names of ignored keys that are counted
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -29,6 +38,9 @@ class Conversation(NamedTuple):
     format: str
     messages: list[dict]  # each with a role, most with a content; "weight": 0 if it is not to be learned
     tools: list[dict] | None
+    variables: dict[str, Any]  # more of them, for the chat template
+    is_learned: bool
+    ignored: list[str]  # keys of the row that nothing reads
 
 
 def read_row(row: Any) -> Conversation:
@@ -36,28 +48,27 @@ def read_row(row: Any) -> Conversation:
     if not isinstance(row, dict):
         raise ValueError(f"found a {type(row).__name__}, expected {EXPECTED}")
     row = without_nulls(row)
-    fitting = [name for name, (keys, _) in FORMATS.items() if row.keys() >= keys]
+    fitting = [name for name, (keys, _, _) in FORMATS.items() if row.keys() >= keys]
     if not fitting:
         raise ValueError(f"found an object with {', '.join(row) or 'nothing':.80}, expected {EXPECTED}")
     if len(fitting) > 1:
         raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
     require_text_to_learn(row)
     [name] = fitting
-    messages = FORMATS[name][1](row)
-    messages = [checked(message, i) for i, message in enumerate(messages, start=1)]
+    keys, more_keys, read_messages = FORMATS[name]
+    messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
     if row.get("system") and not any(message["role"] == "system" for message in messages):
         if not isinstance(row["system"], str):
             raise ValueError(f"system is {row['system']!r:.40}, expected a text")
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    return Conversation(name, messages, tools_of(row))
+    is_learned = all(row.get(flag, 1) != 0 for flag in ROW_FLAGS)
+    unknown_flags = {flag for flag in ROW_FLAGS if row.get(flag, 1) not in (0, 1)}
+    ignored = [key for key in row if key in unknown_flags or key not in keys | more_keys | ROW_KEYS]
+    return Conversation(name, messages, tools_of(row), variables_of(row), is_learned, ignored)
 
 
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [without_nulls(each) for each in value]
-    return value
+def without_nulls(value: dict) -> dict:
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def require_text_to_learn(row: dict) -> None:
@@ -86,7 +97,7 @@ def from_prompt_and_completion(row: dict) -> list:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("one of prompt and completion is a text: both must be texts, or both lists of messages")
-    messages = [dict(each) if isinstance(each, dict) else each for each in list_of_messages(row, "prompt")]
+    messages = list_of_messages(row, "prompt")
     for message in messages:
         if isinstance(message, dict) and message.get("role") == "assistant":
             message["weight"] = 0
@@ -134,11 +145,11 @@ def from_alpaca(row: dict) -> list:
     ]
 
 
-FORMATS = {  # name: the keys that tell it, and its reader
-    "messages": ({"messages"}, from_messages),
-    "prompt and completion": ({"prompt", "completion"}, from_prompt_and_completion),
-    "ShareGPT": ({"conversations"}, from_sharegpt),
-    "Alpaca": ({"instruction", "output"}, from_alpaca),
+FORMATS = {  # name: the keys that tell it, keys that it may have, its reader
+    "messages": ({"messages"}, set(), from_messages),
+    "prompt and completion": ({"prompt", "completion"}, set(), from_prompt_and_completion),
+    "ShareGPT": ({"conversations"}, set(), from_sharegpt),
+    "Alpaca": ({"instruction", "output"}, {"input", "history"}, from_alpaca),
 }
 EXPECTED = (
     "an object with messages, or with prompt and completion, with conversations (ShareGPT), or with instruction and "
@@ -153,7 +164,7 @@ EXPECTED = (
 def list_of_messages(row: dict, name: str) -> list:
     if not isinstance(row[name], list) or not row[name]:
         raise ValueError(f"{name} is not a list of messages, or is empty")
-    return row[name]
+    return [without_nulls(message) if isinstance(message, dict) else message for message in row[name]]
 
 
 def checked(message: Any, i: int) -> dict:
@@ -200,7 +211,7 @@ def check_tool_calls(message: dict, i: int) -> None:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ValueError(f"message {i} has {call!r:.60} among its tool_calls, expected an object")
-        if "arguments" in function and parse_json(function["arguments"], dict) is None:
+        if function.get("arguments") is not None and parse_json(function["arguments"], dict) is None:
             expected = "expected an object, or the JSON text of one"
             raise ValueError(f"message {i} calls a tool with the arguments {function['arguments']!r:.60}, {expected}")
 
@@ -224,31 +235,60 @@ def tools_of(row: dict) -> list[dict] | None:
     return tools or None
 
 
+def variables_of(row: dict) -> dict[str, Any]:
+    """What a chat template gets besides messages and tools."""
+    documents = row.get("documents", [])
+    if not isinstance(documents, list) or not all(isinstance(each, dict) for each in documents):
+        raise ValueError(f"documents is {documents!r:.60}, expected a list of objects")
+    variables = parse_json(row.get("chat_template_kwargs", {}), dict)
+    if variables is None:
+        raise ValueError(f"chat_template_kwargs is {row['chat_template_kwargs']!r:.60}, expected an object")
+    return {"documents": documents or None} | variables
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Counts
 
 
 class Seen:
-    """Counts the rows of each format, and the messages' keys that the chat template does not read."""
+    """Counts the rows of each format, those that are not to be learned, and the keys that nothing reads."""
 
     def __init__(self):
         self.rows = Counter()
-        self.ignored = Counter()
+        self.n_left_out = 0
+        self.ignored_in_rows = Counter()
+        self.ignored_in_messages = Counter()
 
     def add(self, conversation: Conversation, names_read: set[str]) -> None:
-        """names_read: what the chat template reads of a message."""
+        """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
+        self.n_left_out += not conversation.is_learned
+        variables = [name for name, value in conversation.variables.items() if value is not None]
+        count_some(self.ignored_in_rows, [*conversation.ignored, *(set(variables) - names_read)])
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
             known.update(REASONING)
         for message in conversation.messages:
-            for name in message.keys() - known:
-                if name in self.ignored or len(self.ignored) < MOST_IGNORED:
-                    self.ignored[name] += 1
+            count_some(self.ignored_in_messages, message.keys() - known)
 
     def sentences(self) -> list[str]:
         rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
-        if not self.ignored:
-            return [rows]
-        names = ", ".join(f"{name!r:.40} ({n:,})" for name, n in self.ignored.most_common(9))
-        return [rows, f"ignored keys of messages, which the chat template does not read: {names}"]
+        sentences = [rows]
+        if self.n_left_out:
+            sentences.append(f"left out because their weight or train is 0: {self.n_left_out:,}")
+        if self.ignored_in_rows:
+            sentences.append(f"ignored keys of rows: {most_common(self.ignored_in_rows)}")
+        if self.ignored_in_messages:
+            keys = most_common(self.ignored_in_messages)
+            sentences.append(f"ignored keys of messages, which the chat template does not read: {keys}")
+        return sentences
+
+
+def count_some(counter: Counter, names: Iterable[str]) -> None:
+    for name in names:
+        if name in counter or len(counter) < MOST_IGNORED:
+            counter[name] += 1
+
+
+def most_common(counter: Counter) -> str:
+    return ", ".join(f"{name!r:.40} ({n:,})" for name, n in counter.most_common(9))

@@ -34,6 +34,7 @@ from data.chat.template import encode_answers, encode_conversation, names_read, 
 from data.files import display_path, say
 from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
+from data.tokenizer import files_with_templates
 from data.vocabulary import Tokenizer
 from data.write import (
     Progress,
@@ -68,14 +69,18 @@ def render_rows(
     for where, row in rows:
         try:
             conversation = read_row(row)
-            text = render_answers(tokenizer, conversation.messages, conversation.tools)
+            template = template_of(tokenizer, conversation.tools)
+            text = None
+            if conversation.is_learned:
+                text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
         except RecursionError:
             bad(f"{where} is nested too deeply")
         else:
-            seen.add(conversation, names_read(template_of(tokenizer)))
-            yield text
+            seen.add(conversation, names_read(template))
+            if text is not None:
+                yield text
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -105,10 +110,13 @@ def prepare(
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
     found = tokenizer_for_data(tokenizer)
-    if template:
-        found.chat_template = template.read_text(encoding="utf-8")
-    found.chat_template = template_of(found)
-    found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
+    if template:  # in place of both that transformers chooses from
+        others = {name: text for name, text in found.templates.items() if name not in ("default", "tool_use")}
+        found.templates = others | {"default": template.read_text(encoding="utf-8")}
+    found.templates = found.templates | {"default": template_of(found)}
+    others = {name: text for name, text in found.templates.items() if name != "default"}
+    found.files = files_with_templates(found.files, others)
+    found.files = found.files | {"chat_template.jinja": found.templates["default"].encode()}
     end = end_of_turn(found)
     bad = Bad(errors)
     seen = Seen()

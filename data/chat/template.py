@@ -14,13 +14,26 @@ transformers provides: https://huggingface.co/docs/transformers/chat_templating_
 import functools
 import json
 import re
+import resource
+import signal
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
+from pathlib import Path
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.chat.formats import REASONING
 from data.tokens import IS_TARGET, OPENS
 from data.vocabulary import Tokenizer, beginnings
 
+MOST_BYTES = 2**30  # of memory, for the texts of one conversation
+MOST_SECONDS = 10  # of the processor's time
+MOST_BITS = 10_000  # of a number in a template
 # Llama 3's own format, as its model card gives it: without the date and the tools of 3.1's and 3.2's templates.
 LLAMA3_TEMPLATE = """\
 {{- bos_token }}
@@ -39,37 +52,41 @@ MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
 ANSWER_BLOCK = re.compile(f"{ANSWER}([^{ANSWER_END}]*){ANSWER_END}")
 
 
-def template_of(tokenizer: Tokenizer) -> str:
-    """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens."""
-    if tokenizer.chat_template is None and "<|eot_id|>" not in tokenizer.special_tokens:
+def template_of(tokenizer: Tokenizer, tools: list[dict] | None = None) -> str:
+    """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens.
+
+    As in transformers, one that is called tool_use is for conversations with tools.
+    """
+    if tools and "tool_use" in tokenizer.templates:
+        return tokenizer.templates["tool_use"]
+    if "default" in tokenizer.templates:
+        return tokenizer.templates["default"]
+    if tokenizer.templates:
+        raise ValueError(f"tokenizer {tokenizer.name} has chat templates for {', '.join(tokenizer.templates):.80} only")
+    if "<|eot_id|>" not in tokenizer.special_tokens:
         raise ValueError(
             f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
             "beside its files, or prepare conversations with --template FILE and finetune on them"
         )
-    return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
+    return LLAMA3_TEMPLATE
 
 
-def render(
-    messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None, keep_answers=False
-) -> str:
-    """The text of messages that as_read gives.
+def render(messages: list[dict], template: str, variables: dict, keep_answers: bool = False) -> str:
+    """The text of messages that as_read gives. ValueError if the template is broken or refuses the messages.
 
-    template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" if it has none.
-    add_generation_prompt: the text ends where the assistant's answer begins. tools: JSON schemas of what the
-    assistant may call. keep_answers: with ANSWER and ANSWER_END where the template marks answers itself. ValueError if
-    the template is broken or refuses the messages.
+    template: Jinja source. variables: what else it may read. keep_answers: with ANSWER and ANSWER_END around answers
+    that the template marks itself.
     """
-    variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
-    # transformers always defines tools and documents: templates compare them with none.
-    variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
+    # transformers always defines these: templates compare them with none.
+    defaults = {"add_generation_prompt": False, "tools": None, "documents": None}
     try:
-        text = compile_template(template).render(variables)
-        return text if keep_answers else MARKS.sub("", text)
-    except ImportError as error:
-        raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
+        text = compile_template(template).render(defaults | variables | {"messages": messages})
     except Exception as error:  # a third-party program may raise anything
-        said = str(error) or type(error).__name__
-        raise ValueError(f"the chat template cannot write this conversation: {said:.200}") from error
+        reason = str(error) or type(error).__name__
+        if isinstance(error, MemoryError):
+            reason = f"it takes more than {MOST_BYTES:,} bytes of memory"
+        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
+    return text if keep_answers else MARKS.sub("", text)
 
 
 class Arguments(dict):
@@ -93,17 +110,16 @@ class Arguments(dict):
 
 
 def as_read(message: dict, template: str) -> dict:
-    """A message as transformers gives it to a template: no key is null, reasoning has every name that templates read.
+    """A message as transformers gives it to a template: reasoning has every name that templates read.
 
     And arguments that are JSON text, as in OpenAI's format, are an object.
     """
-    message = {name: value for name, value in message.items() if value is not None}
     if "tool_calls" in message:
         message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
     given = [message[name] for name in REASONING if name in message]
     if given:
         message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
-        if re.search(r"\breasoning\b", template):
+        if "reasoning" in names_read(template):
             message.setdefault("reasoning", given[0])
     return message
 
@@ -119,103 +135,148 @@ def parse_arguments(call: dict) -> dict:
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    from jinja2 import TemplateSyntaxError
-
     try:
         return make_environment().from_string(template)
     except TemplateSyntaxError as error:
-        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
+        raise ValueError(f"line {error.lineno} of the chat template is not valid Jinja: {error.message}") from None
 
 
 @functools.lru_cache(maxsize=8)
 def names_read(template: str) -> frozenset[str]:
-    """What a template reads of messages and tools: each name in message.name, message['name'] and 'name' in message."""
-    from jinja2 import nodes
+    """What a template may read: its variables, and each name in message.name, message['name'] or 'name' in message."""
+    tree = compile_template(template).environment.parse(template)
+    names = {node.name for node in tree.find_all(nodes.Name)}
+    names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(names)
 
-    tree = make_environment().parse(template)
-    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
-    return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: a template's own marks around answers, as in transformers."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller) -> str:
+        return ANSWER + caller() + ANSWER_END
 
 
-def make_environment():
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with small numbers only: no signal interrupts an operation on huge ones."""
 
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: a template's own marks around answers, as in transformers."""
+    intercepted_binops = frozenset(("*", "**"))
 
-        tags = {"generation"}
+    def call_binop(self, context, operator: str, left, right):
+        if isinstance(left, int) and isinstance(right, int):
+            n_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if n_bits > MOST_BITS:
+                raise ArithmeticError(f"a number has more than {MOST_BITS:,} bits")
+        return super().call_binop(context, operator, left, right)
 
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
-        def mark(self, caller) -> str:
-            return ANSWER + caller() + ANSWER_END
-
-    def raise_exception(message):
-        raise TemplateError(message)
-
-    extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+def make_environment() -> Environment:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
+
+
+def raise_exception(message):
+    raise TemplateError(message)
+
+
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """transformers' tojson. Jinja's own escapes HTML."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:
+        text = re.sub(f"[^\0-\x7f{BREAK}]", lambda char: json.dumps(char[0])[1:-1], text)
+    return text
+
+
+@contextmanager
+def bounded():
+    """Let a template take MOST_BYTES of memory and MOST_SECONDS: then it ends with a MemoryError or a TimeoutError.
+
+    Only Linux limits memory, and only the main thread can be interrupted.
+    """
+    with limited_memory() if sys.platform == "linux" else nullcontext():
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handler = signal.signal(signal.SIGVTALRM, raise_timeout)
+        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler)
+
+
+@contextmanager
+def limited_memory():
+    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        n_bytes = min(n_bytes, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def raise_timeout(signum, frame):
+    raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokens
 
 
+@bounded()
 def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a conversation up to where the assistant's next answer begins. ValueError, ImportError: as render."""
+    """The ids of a conversation up to where the assistant's next answer begins. ValueError as render."""
     return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True))
 
 
-def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
+@bounded()
+def render_answers(
+    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
+) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
     A template may mark them with {% generation %}; else an answer is what its message adds to the prompt before it.
-    ValueError if there is no answer to learn, or if the template does not write what the conversation has.
+    variables: what else the template may read. ValueError if there is no answer to learn, or if the template does not
+    write what the conversation has.
     """
-    rendered = functools.partial(render_marked, tokenizer, tools=tools)
-    messages = with_content(tokenizer, messages, tools)
+    names = names_read(template_of(tokenizer, tools))
+    if tools and "tools" not in names:
+        raise ValueError("it has tools, which the chat template does not write")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"there is no answer to learn: no role is assistant, but {roles:.80}")
+    learned = [i for i in answers if messages[i].get("weight") != 0]
+    if not learned:
+        raise ValueError("there is no answer to learn: each has weight 0, or a flag that means the same")
+    written = ("content", *REASONING) if names.intersection(REASONING) else ("content",)
+    for i in learned:
+        if messages[i].get("tool_calls") and "tool_calls" not in names:
+            raise ValueError(f"message {i + 1} has tool calls, which the chat template does not write")
+        if not any(messages[i].get(name, "").strip() for name in written) and not messages[i].get("tool_calls"):
+            raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
+    rendered = functools.partial(render_marked, tokenizer, tools=tools, variables=variables)
     marked = rendered(messages, keep_answers=True)
     text = MARKS.sub("", marked)
-    if tools and not writes_tools(tokenizer, messages, text):
-        raise ValueError("it has tools, which the chat template does not write")
-    learned = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
-    if not learned:
-        raise ValueError(f"there is no answer to learn: {why_none(messages):.100}")
-    for i in learned:
-        require_written(rendered, messages, i)
     if marked != text:
         return marked_by_template(marked, messages)
     return marked_by_prompts(text, rendered, messages, learned)
-
-
-def why_none(messages: list[dict]) -> str:
-    roles = [message["role"] for message in messages]
-    if "assistant" in roles:
-        return "each has weight 0, or a flag that means the same"
-    return "no role is assistant, but " + ", ".join(roles)
-
-
-def require_written(rendered: Callable, messages: list[dict], i: int) -> None:
-    """ValueError if the template writes no tool calls in this answer that has some, or nothing in an empty one."""
-    message = messages[i]
-    alone = {"role": "assistant", "content": message.get("content", "")}
-    if message.get("tool_calls"):
-        fault = "has tool calls, which the chat template does not write"
-    elif not alone["content"].strip():
-        fault = "is an empty answer, as the chat template writes it"
-    else:
-        return
-    if rendered(messages[: i + 1]) == rendered([*messages[:i], alone]):
-        raise ValueError(f"message {i + 1} {fault}")
 
 
 def marked_by_template(marked: str, messages: list[dict]) -> str:
@@ -255,25 +316,6 @@ def marked_by_prompts(text: str, rendered: Callable, messages: list[dict], learn
     return "".join([*parts, text[done:]])
 
 
-def writes_tools(tokenizer: Tokenizer, messages: list[dict], text: str) -> bool:
-    """Whether these messages render differently from `text` without tools."""
-    try:
-        return render_marked(tokenizer, messages) != text
-    except ValueError:  # the template needs tools
-        return True
-
-
-def with_content(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None) -> list[dict]:
-    """The messages, with an empty content where there is none if the template fails without."""
-    if all("content" in message for message in messages):
-        return messages
-    try:
-        render_marked(tokenizer, messages, tools=tools)
-        return messages
-    except ValueError:
-        return [{"content": ""} | message for message in messages]
-
-
 def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
     """The ids of render_answers' text, and which of them are targets.
 
@@ -292,13 +334,20 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
 
 
 def render_marked(
-    tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None, **options
+    tokenizer: Tokenizer,
+    messages: list[dict],
+    add_generation_prompt: bool = False,
+    tools: list[dict] | None = None,
+    variables: dict | None = None,
+    keep_answers: bool = False,
 ) -> str:
     """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
-    template = template_of(tokenizer)
+    template = template_of(tokenizer, tools)
     messages = broken([as_read(message, template) for message in messages], tokenizer)
-    tools = broken(tools, tokenizer)
-    return render(messages, template, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, tools, **options)
+    variables = tokenizer.named_tokens | broken(variables or {}, tokenizer)
+    variables["tools"] = broken(tools or None, tokenizer)
+    variables["add_generation_prompt"] = add_generation_prompt
+    return render(messages, template, variables, keep_answers)
 
 
 def broken(value, tokenizer: Tokenizer):
