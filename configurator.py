@@ -11,8 +11,8 @@
 
 Every lowercase name assigned above the call is a setting. Its annotation or default gives its type, the comment after
 it its help text. Comment lines above a setting start a group and name it. Flags override files; later flags and files
-override earlier ones. A config file is Python: it may compute and import, but every name it assigns must be a setting
-or start with an underscore.
+override earlier ones. A config file is Python: it may compute, and build on another (`from llama31_8b import *`), but
+every plain value in it must be a setting or have a name that starts with an underscore.
 """
 
 import ast
@@ -24,7 +24,6 @@ import runpy
 import sys
 import textwrap
 import tokenize
-import traceback
 import types
 import typing
 from dataclasses import dataclass
@@ -33,6 +32,14 @@ from pathlib import Path
 PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all serialize to JSON
 WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
+FORMER = {  # settings of older versions
+    "fused_kernels": "it is now kernels=none, blocks or all", "fused_loss": "it is now kernels=none, blocks or all",
+    "base_dtype": "it is now quantize_base=none or nf4",
+    "beta1": "it is now a constant in optimizers/adamw.py", "beta2": "it is now a constant in optimizers/adamw.py",
+    "galore_interval": "it is now a constant in optimizers/galore.py", "galore_scale": "it is now always 1",
+    "wandb_project": "wandb reads the environment variable WANDB_PROJECT",
+    "wandb_run_name": "wandb reads the environment variable WANDB_NAME",
+}  # fmt: skip
 
 
 class SettingError(Exception):
@@ -53,20 +60,19 @@ def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
 
     A user error prints one line to stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
     """
-    print0 = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    named = {}
     try:
         settings, values = read_script(namespace)
-        named = {}
         wants_help = read_command_line(argv, settings, named, namespace["__file__"])
     except SettingError as error:
-        print0(error, file=sys.stderr)
+        if is_rank_0:
+            print(error, file=sys.stderr)
         sys.exit(2)
     values |= named
     if wants_help:
-        try:
-            print0(help_text(namespace, settings, values), flush=True)
-        except BrokenPipeError:  # the reader closed the pipe, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_rank_0:
+            print(help_text(namespace, settings, values))
         sys.exit(0)
     namespace.update(values)
     return values, set(named)
@@ -87,12 +93,13 @@ def preview(script: str | Path, argv: list[str]) -> dict:
 
 def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
     """The settings that a script declares, and their defaults."""
-    path = namespace["__file__"]
-    source = Path(path).read_text(encoding="utf-8")
+    source = Path(namespace["__file__"]).read_text(encoding="utf-8")
     lines = ["", *source.splitlines()]  # 1-based, as in ast and tokenize
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}  # row
-    settings, values, group = {}, {}, "settings"
+    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}
+    settings = {}
+    values = {}
+    group = "settings"
     for node in ast.parse(source).body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]):
@@ -105,14 +112,12 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
         is_value = isinstance(namespace.get(name, ...), PLAIN)
         if not is_value or not name.islower() or name.startswith("_") or name in settings:
             continue
-
-        label, default = f"{path}:{node.lineno}: {name}", namespace[name]
-        if annotation is None and default is None:
-            raise SettingError(f"{label} = None has no type: write {name}: float | None = None, or another type")
+        default = namespace[name]
         options = options_of(eval(ast.unparse(annotation), namespace)) if annotation else [type(default)]
-        values[name] = check(label, options, default)
+        assert options != [types.NoneType], f"{name} = None has no type: write {name}: float | None = None, or another"
+        values[name] = check(name, options, default)
 
-        first = node.lineno
+        first = node.lineno  # of the comment lines above
         while first - 1 in comments and lines[first - 1].startswith("#"):
             first -= 1
         group = " ".join(comments[row] for row in range(first, node.lineno)).strip() or group
@@ -125,12 +130,16 @@ def options_of(annotation) -> list:
         return [option for part in typing.get_args(annotation) for option in options_of(part)]
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
-    return [None if annotation is types.NoneType else typing.get_origin(annotation) or annotation]  # list[int]: list
+    if annotation is types.NoneType:
+        return [None]
+    return [typing.get_origin(annotation) or annotation]  # list[int]: list
 
 
 def read_command_line(argv: list[str], settings: dict, values: dict, script: str) -> bool:
     """Apply config files and flags to `values`. Return True if --help is among them."""
-    flags, wants_help, rest = {}, False, list(argv)
+    flags = {}
+    wants_help = False
+    rest = list(argv)
     while rest:
         argument = rest.pop(0)
         flag, equals, text = argument.partition("=")
@@ -158,43 +167,23 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
 
 
 def read_file(path: str, settings: dict, script: str) -> dict:
-    """The settings that a config file assigns, checked."""
+    """The settings that a config file assigns, checked. A mistake in its Python has Python's own traceback."""
     if not os.path.isfile(path):
         # Compare file stems: the folder and .py would make all names similar.
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
         if os.path.isdir(path) and "out_dir" in settings:
             raise SettingError(f"{path} is a folder, not a config file. Did you mean --out_dir={path}?")
-        problem = "is not a file" if os.path.exists(path) else "does not exist"
-        raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
+        raise SettingError(f"config file {path} does not exist{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
         raise SettingError(f"{path} is not a config file: it must be a .py file of assignments, such as batch_size = 4")
-    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # a config may import another next to it
-    try:
-        namespace = runpy.run_path(path)
-        tree = ast.parse(Path(path).read_bytes())
-    except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = frames[-1].lineno if frames else getattr(error, "lineno", None) or 1
-        raise SettingError(f"{path}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
-    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and node.value is None:  # batch_size: 4
-            name = ast.unparse(node.target)
-            value = ast.unparse(node.annotation)
-            raise SettingError(f"{path}:{node.lineno}: {name} has no value. Write {name} = {value}")
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":  # check the imported config too
-            built_on = getattr(sys.modules.get(node.module), "__file__", None) or ""
-            if built_on.endswith(".py"):
-                read_file(built_on, settings, script)
-    lines = {node.id: node.lineno for node in sorted(stores, key=lambda node: node.lineno)}
+    sys.path.append(str(Path(path).resolve().parent))  # it may build on another beside it
     values = {}
-    for name, value in namespace.items():
-        where = f"{path}:{lines.get(name, 1)}: "
-        if name in settings:  # imported names too: a config may extend another
-            values[name] = check(where + name, settings[name].options, value)
-        elif name in lines and not name.startswith("_") and not isinstance(value, types.ModuleType):
-            raise unknown(name, settings, where)
+    for name, value in runpy.run_path(path).items():
+        if name in settings:
+            values[name] = check(f"{path}: {name}", settings[name].options, value)
+        elif isinstance(value, PLAIN) and not name.startswith("_"):
+            raise unknown(name, settings, f"{path}: ")
     return values
 
 
@@ -230,22 +219,18 @@ def check(label: str, options: list, *readings):
 
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
-    hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
     if name == "config":
         hint = ": name a config file without --config, as in python train.py config/baby_llama.py"
+    elif name in FORMER:
+        hint = f": {FORMER[name]}"
+    else:
+        hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
     return SettingError(f"{where}Unknown setting {name}{hint}")
-
-
-OTHER_WORDS = {  # names in other trainers, and earlier ones here
-    "fused_kernels": "kernels", "fused_loss": "kernels",
-    "gpu": "cuda", "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "epochs": "max_iters",
-    "steps": "max_iters", "max_steps": "max_iters", "seq_len": "block_size", "context_length": "block_size",
-}  # fmt: skip
 
 
 def did_you_mean(word, candidates: dict[str, str]) -> str:
     """A question with the value of the key closest to word; empty if no key is close."""
-    near = difflib.get_close_matches(OTHER_WORDS.get(str(word), str(word)), candidates, n=1)
+    near = difflib.get_close_matches(str(word), candidates, n=1)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
 

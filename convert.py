@@ -44,8 +44,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> s
         raise ValueError(f"{partial} already exists: remove it, or name another folder")
     try:
         partial.mkdir(parents=True)  # fails before the weights are read
-        base_dtype = "bfloat16" if merge == "original" else None
-        model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
+        quantize_base = "none" if merge == "original" else None
+        model = load_model(source, "cpu", getattr(torch, dtype), quantize_base=quantize_base)
         merge_lora(model)
         rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
         dataset = (opened.run or {}).get("dataset", {})

@@ -1,7 +1,7 @@
 """LoRA and QLoRA: train small adapters, keep all other weights as published.
 
     add_lora(model, rank=16, alpha=32)              # on the meta device, before compile and fully_shard
-    add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes per weight, not 2
+    add_lora(model, 16, 32, quantize_base="nf4")    # the frozen projections take 0.52 bytes per weight, not 2
     use_fp8(model, device); add_lora(model, 16, 32)     # 1 byte, multiplied in float8
     merge_lora(model)                               # a plain model with weights W + (α/r) B A
 
@@ -24,8 +24,8 @@ from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALine
 from kernels.linear import replace_projections
 from model import Llama, LlamaConfig
 
-KINDS = {  # the projection with adapters, by base_dtype and original class
-    ("bfloat16", Linear): LoRALinear, ("bfloat16", FP8Linear): FP8LoRALinear,
+KINDS = {  # the projection with adapters, by quantize_base and original class
+    ("none", Linear): LoRALinear, ("none", FP8Linear): FP8LoRALinear,
     ("nf4", Linear): NF4LoRALinear, ("nf4", FP8Linear): FP8NF4LoRALinear,
 }  # fmt: skip
 
@@ -41,11 +41,11 @@ def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16") -> None:
+def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none") -> None:
     """Adds adapters of this rank to each projection in the model's layers, and freezes everything else.
 
-    alpha: adapters are scaled by alpha / rank. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' to keep
-    their dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
+    alpha: adapters are scaled by alpha / rank. quantize_base: of the frozen projections, 'nf4', or 'none' to keep their
+    dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
     dtype; init_weights initialises them. ValueError for a rank below 1, for shapes that NF4 cannot hold, and for
     unsupported projections.
     """
@@ -53,10 +53,10 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
     rows = packed_rows(model.config)
 
     def with_adapters(name: str, projection: Linear) -> LoRALinear:
-        kind = KINDS.get((base_dtype, type(projection)))
+        kind = KINDS.get((quantize_base, type(projection)))
         if kind is None:
             found = f"{name}, a {type(projection).__name__}"
-            raise ValueError(f"add_lora does not support base_dtype {base_dtype!r} for {found}")
+            raise ValueError(f"add_lora does not support quantize_base {quantize_base!r} for {found}")
         return kind(projection, rows[name], rank, alpha)
 
     replace_projections(model.layers, with_adapters)

@@ -68,9 +68,7 @@ async_save = True  # write checkpoints while training runs: 12 bytes of CPU memo
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
 
 # wandb logging
-wandb_log = False  # also log to Weights & Biases; WANDB_MODE=offline needs no account
-wandb_project = "nanocria"
-wandb_run_name = "llama"
+wandb_log = False  # also log to Weights & Biases; it reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
 
 # data
 dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path
@@ -96,8 +94,6 @@ attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; t
 # optimizer
 optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # of blocks' matrices; all else uses AdamW
 galore_rank = 128  # galore: columns of the projected gradients
-galore_interval = 200  # galore: steps between two projections
-galore_scale = 1.0  # galore: factor of its step; 1: as long as AdamW's
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
@@ -106,15 +102,13 @@ lr_decay_iters: int | None = None  # step at which the cosine ends; none: max_it
 cooldown_iters = 0  # steps of wsd's decay, which ends at max_iters
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # for matrices; norms are not decayed
-beta1 = 0.9
-beta2 = 0.95
 optimizer_bits: Literal[32, 8] = 32  # for AdamW's moments; 8: a quarter of the memory, slightly coarser
 grad_clip = 1.0  # scale gradients down to this norm; 0: never
 
 # finetuning with LoRA: init_from names the weights, which stay frozen; a checkpoint holds only the adapters
 lora_rank = 0  # rank of the adapters on all projections of the blocks; 0: train all weights
 lora_alpha = 32.0  # adapters are scaled by lora_alpha / lora_rank
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: dtype, with fp8 float8; nf4: QLoRA
+quantize_base: Literal["none", "nf4"] = "none"  # nf4: hold the frozen projections in 4 bits (QLoRA)
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
@@ -156,7 +150,7 @@ lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
 
 distributed.init_distributed(device, timeout)
-require_same_on_all_ranks({name: value for name, value in settings.items() if not name.startswith("wandb_")})
+require_same_on_all_ranks(settings)
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 sys.excepthook = make_excepthook(
     lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device))
@@ -204,7 +198,7 @@ with stop_on_error():
         offload_activations=offload_activations, compile=compile, cuda_graph=cuda_graph, mask_documents=mask_documents,
         offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding, shard_ranks=shard_ranks,
         sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines,
-        rule=rule, lora_rank=lora_rank, base_dtype=base_dtype,
+        rule=rule, lora_rank=lora_rank, quantize_base=quantize_base,
     )  # fmt: skip
     how = Execution(kernels, attention, activation_checkpointing, mlp_chunks, offload_activations)
     with torch.device("meta"):
@@ -212,7 +206,7 @@ with stop_on_error():
     if fp8:
         use_fp8(model, device)
     if lora_rank:
-        add_lora(model, lora_rank, lora_alpha, base_dtype)
+        add_lora(model, lora_rank, lora_alpha, quantize_base)
 require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 if compile:
@@ -272,9 +266,8 @@ first_step = start_state["step"]
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
 spare_bytes = cpu_bytes_to_come(config, run_shape)
 saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save, spare_bytes, timeout)
-wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 if not eval_only:
-    log.open(first_step, functools.partial(on_not_finite, optimizer, saver), **wandb_options)
+    log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
 profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ TECHNIQUES = {
     "nvme": Technique("offload_activations"),  # --offload_dir
     "lora": Technique("bf16", "--lora_rank=16 --lora_alpha=32"),
     "lora_fp8": Technique("lora", "--fp8=true"),
-    "qlora": Technique("lora", "--base_dtype=nf4"),
+    "qlora": Technique("lora", "--quantize_base=nf4"),
     "qlora_fp8": Technique("qlora", "--fp8=true"),
     "hf_adamw8bit": Technique("adamw8bit", trainer="hf-liger-8bit"),
     "hf_galore": Technique("galore", trainer="hf-liger-galore"),

@@ -448,7 +448,7 @@ class Trainer(NamedTuple):
 
 PLAIN = "--kernels=none --attention=sdpa"
 LORA = "--lora_rank=16"
-QLORA = f"{LORA} --base_dtype=nf4"
+QLORA = f"{LORA} --quantize_base=nf4"
 FP8 = "--fp8=true"
 OF_8 = "--gradient_accumulation_steps=8 --cooldown_iters=0"  # config/linux_114m.py's step in 8 micro-batches
 HF = "transformers>=5.17,<6"

@@ -24,7 +24,7 @@ rope_scaling = {
 # rate of finetuning all weights.
 lora_rank = 16
 lora_alpha = 32
-base_dtype = "nf4"
+quantize_base = "nf4"
 learning_rate = 2e-4
 weight_decay = 0.0  # decay would pull the adapters to the published model, which holds them back anyway
 max_iters = 1000

@@ -1,9 +1,9 @@
 """GaLore: AdamW on the blocks' gradients projected to a few columns, so its moments have galore_rank columns each.
 
-    R = G Q      N = Adam's step for R      w = w − lr · (λ w + scale · √(C / r) · N Qᵀ)
+    R = G Q      N = Adam's step for R      w = w − lr · (λ w + √(C / r) · N Qᵀ)
 
 The columns of Q (C, r) are the leading right singular vectors of the gradient G (O, C) of one published matrix (q, k,
-v, gate and up each by itself), renewed every galore_interval updates. They come from subspace iteration, which starts
+v, gate and up each by itself), renewed every `interval` updates. They come from subspace iteration, which starts
 from the last Q (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small
 factorisations; a full SVD of 8B's matrices would take minutes.
 
@@ -42,7 +42,6 @@ class GaLore(MatrixRule):
     adamw: AdamW = AdamW()
     rank: int = 128
     interval: int = 200  # updates between two bases
-    scale: float = 1.0
 
     def matrix_states(self, name, parameter):
         projected = torch.empty(len(parameter), self.rank, device="meta")
@@ -61,7 +60,7 @@ class GaLore(MatrixRule):
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
                 n = adam_step(self.adamw, projected, moments, adam_scalars)
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
-                scale = self.scale * (shard.shape[1] / self.rank) ** 0.5
+                scale = (shard.shape[1] / self.rank) ** 0.5
                 sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
 
 

@@ -12,7 +12,7 @@ from optimizers.rule import Rule
 
 def rule_of(settings: Mapping) -> Rule:
     kind = {32: AdamW, 8: AdamW8bit}[settings["optimizer_bits"]]
-    adamw = kind(betas=(settings["beta1"], settings["beta2"]), weight_decay=settings["weight_decay"])
+    adamw = kind(weight_decay=settings["weight_decay"])
     match settings["optimizer"]:
         case "adamw":
             return adamw
@@ -21,5 +21,5 @@ def rule_of(settings: Mapping) -> Rule:
         case "normuon":
             return NorMuon(adamw)
         case "galore":
-            return GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
+            return GaLore(adamw, settings["galore_rank"])
     raise NotImplementedError(f"optimizer {settings['optimizer']}: give it a case in optimizers/rules.py")

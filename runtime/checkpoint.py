@@ -326,20 +326,20 @@ def read_base(folder: Folder, model: Llama, dtype: torch.dtype | None = None) ->
 
 
 def load_model(
-    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, base_dtype: str | None = None
+    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, quantize_base: str | None = None
 ) -> Llama:
     """Load the model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
     In float32 the weights are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
-    adapters gives the model with its adapters (to merge them: lora.merge_lora). base_dtype: of its frozen weights,
-    'bfloat16' (the original weights, in dtype, even after training with fp8) or 'nf4'; None: the run's.
+    adapters gives the model with its adapters (to merge them: lora.merge_lora). quantize_base: how its frozen weights
+    are held, 'none' (the original weights, in dtype, even after training with fp8) or 'nf4'; None: as in the run.
     Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
     OSError if it cannot be read now.
     """
-    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, base_dtype))
+    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, quantize_base))
 
 
-def _load_model(path, device, dtype, base_dtype):
+def _load_model(path, device, dtype, quantize_base):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, _ = read_config(folder)
@@ -349,7 +349,7 @@ def _load_model(path, device, dtype, base_dtype):
         model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
-            add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])
+            add_lora(model, run["lora_rank"], run["lora_alpha"], quantize_base or run["quantize_base"])
     model.to_empty(device=device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if base:

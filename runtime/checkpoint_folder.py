@@ -300,6 +300,8 @@ def read_run(path: Path) -> dict | None:
     run = parse_json(run, path / "run.json")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
+    if "base_dtype" in run.get("settings", {}):  # of an older version
+        run["settings"]["quantize_base"] = run["settings"].pop("base_dtype").replace("bfloat16", "none")
     return run
 
 

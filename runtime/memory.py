@@ -73,7 +73,7 @@ class RunShape:
     # what the optimizer keeps
     rule: Rule = AdamW()
     lora_rank: int = 0
-    base_dtype: str = "bfloat16"
+    quantize_base: str = "none"
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -95,7 +95,7 @@ class RunShape:
 
     @property
     def copy_engines_gather(self) -> bool:
-        packed = self.lora_rank and (self.fp8 or self.base_dtype == "nf4")  # the engines' buffers have one dtype
+        packed = self.lora_rank and (self.fp8 or self.quantize_base == "nf4")  # the engines' buffers have one dtype
         return self.copy_engines and self.shard_ranks > 1 and self.offload != "all" and not packed
 
     @property
@@ -125,7 +125,7 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
         if run.fp8:
             use_fp8(model)
         if run.lora_rank:
-            add_lora(model, run.lora_rank, 1.0, run.base_dtype)
+            add_lora(model, run.lora_rank, 1.0, run.quantize_base)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root
 
@@ -326,7 +326,7 @@ class Step:
         if (
             self.run.lora_rank and not self.run.plain_blocks
         ):  # a frozen weight read back from NF4, or transposed in float8
-            n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.base_dtype == "nf4" or self.run.fp8)
+            n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.quantize_base == "nf4" or self.run.fp8)
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks

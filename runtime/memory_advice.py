@@ -101,7 +101,7 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     offload = ["none", "optimizer", "all"]
     if run.cuda_graph or not run.rule.supports_offload:  # as check_settings requires
         offload = [run.offload]
-    elif run.base_dtype == "nf4" or (run.lora_rank and run.fp8):
+    elif run.quantize_base == "nf4" or (run.lora_rank and run.fp8):
         offload.remove("all")
     stronger = {
         "activation_checkpointing": ["none", "selective", "full"],
@@ -112,7 +112,7 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     if run.activation_checkpointing != "none" and not (run.compile or run.cuda_graph):
         stronger["offload_activations"] = [False, True]
     if run.lora_rank and run.offload != "all":
-        stronger["base_dtype"] = ["bfloat16", "nf4"]
+        stronger["quantize_base"] = ["none", "nf4"]
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]

@@ -24,13 +24,15 @@ REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "s
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # a checkpoint's tensors depend on them; the defaults are for checkpoints that lack them
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
-    "base_dtype": "bfloat16",
+    "quantize_base": "none",
 }  # fmt: skip
+FORMER_SETTINGS = {"beta1": 0.9, "beta2": 0.95}  # of older versions, now constants
+FORMER_GALORE_SETTINGS = {"galore_interval": 200, "galore_scale": 1.0}
 NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
 FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: the digests show changes
 HARMLESS_SETTINGS = {  # these do not change what a run computes: a resume does not report them
     "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
-    "async_save", "profile", "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph",
+    "async_save", "profile", "wandb_log", "device", "compile", "cuda_graph",
     "offload", "offload_dir", "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding",
     "sync_every_micro_batch", "copy_engines", "timeout",
 }  # fmt: skip
@@ -338,13 +340,16 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
 def _state_settings(settings: dict) -> dict:
     found = {name: settings.get(name, before) for name, before in STATE_SETTINGS.items()}
     unused = {"galore_rank"} if found["optimizer"] != "galore" else set()
-    unused |= {"lora_alpha", "base_dtype"} if not found["lora_rank"] else set()
+    unused |= {"lora_alpha", "quantize_base"} if not found["lora_rank"] else set()
     return {name: value for name, value in found.items() if name not in unused}
 
 
 def _changes(run: dict, facts: dict) -> list[str]:
     """What has changed since the checkpoint was saved and affects what the run computes."""
     was, settings = (STATE_SETTINGS | x["settings"] | {"dtype": x["dtype"]} for x in (run, facts))
+    settings |= FORMER_SETTINGS
+    if settings["optimizer"] == "galore":
+        settings |= FORMER_GALORE_SETTINGS
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()

@@ -124,7 +124,7 @@ class RunLog:
         trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
         print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {computes}")
         if run.lora_rank:
-            bits = 4 if run.base_dtype == "nf4" else 8 * run.fp8
+            bits = 4 if run.quantize_base == "nf4" else 8 * run.fp8
             base = f"{bits} bits per projection weight" if bits else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
@@ -145,8 +145,8 @@ class RunLog:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
     @stop_on_error()
-    def open(self, first_step: int, on_not_finite: Callable[[int, float, float], None], **wandb_options) -> None:
-        """Open metrics.jsonl and keep its lines up to first_step. wandb_options: for wandb.init; none: no wandb.
+    def open(self, first_step: int, on_not_finite: Callable[[int, float, float], None], settings=None) -> None:
+        """Open metrics.jsonl and keep its lines up to first_step. settings: wandb shows them; None: no wandb.
 
         on_not_finite: called after a line whose mean loss or gradient norm is not finite, with its step and these two.
         Steps after the checkpoint run again, so their lines are dropped, and so is a line that a killed run left
@@ -172,12 +172,13 @@ class RunLog:
         with atomic_write(path) as file:
             file.write("".join(line + "\n" for line in lines if belongs(line)).encode())
         self.file = open_to_write(path, "a")
-        if wandb_options:
-            self._start_wandb(first_step, wandb_options)
+        if settings is not None:
+            self._start_wandb(first_step, settings)
         self.began = perf_counter()
 
-    def _start_wandb(self, first_step: int, options: dict) -> None:
-        """Start a wandb run, or continue that of the resumed run."""
+    def _start_wandb(self, first_step: int, settings: dict) -> None:
+        """Start a wandb run, or continue that of the resumed run. wandb itself reads WANDB_NAME and the like."""
+        options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
         known = self.out_dir / "wandb_id"
         if first_step and known.is_file():
             options = options | {"id": known.read_text(), "resume": "allow"}

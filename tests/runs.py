@@ -183,15 +183,19 @@ def alive(pid: int) -> bool:
 FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
 
 
+# A line for a script, after which GaLore renews its bases every three steps instead of every 200.
+RENEW_OFTEN = "import functools, optimizers.rules as r; r.GaLore = functools.partial(r.GaLore, interval=3)\n"
+
+
 def machines_of(folder, ranks):
     """A script that runs train.py as if each group of `ranks` ranks had its own machine."""
-    return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
+    return wrapped(folder, f"{RENEW_OFTEN}os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
 
 
-def run_alone(text_data, out_dir, max_iters=10, **changes):
+def run_alone(text_data, out_dir, max_iters=10, script="train.py", **changes):
     """A run of one process, of ten steps with a checkpoint halfway; returns its folder."""
     settings = LONGER | dict(dataset=text_data, out_dir=out_dir, max_iters=max_iters, eval_interval=max_iters // 2)
-    finish(settings | changes)
+    finish(settings | changes, script=script)
     return out_dir
 
 

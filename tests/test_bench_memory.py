@@ -109,10 +109,10 @@ def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path
         assert "--vocab_size=257" in command, command
     config = tmp_path / "my config.py"
     config.write_text((settings.ROOT / LLAMA_1B).read_text())
-    text, *_ = estimate.estimate(estimate.parse([f"--config={config}", "--", "--wandb_run_name=my runs"]))
+    text, *_ = estimate.estimate(estimate.parse([f"--config={config}", "--", "--out_dir=my runs"]))
     (command,) = (line for line in text.splitlines() if "train.py" in line)
     words = shlex.split(command.rpartition(":")[0])
-    assert words[:3] == ["python", "train.py", str(config)] and "--wandb_run_name=my runs" in words
+    assert words[:3] == ["python", "train.py", str(config)] and "--out_dir=my runs" in words
 
 
 def test_cards_that_do_not_reach_each_other_have_no_buffers_of_copy_engines(no_table):

@@ -114,20 +114,8 @@ def error(printed):
     return partial(printed, 2)
 
 
-# What a setting is
-
-
 def test_a_setting_is_named_with_its_default_too(run):
     assert run("config/baby_llama.py", "--top_k=-1")["named"] == {"batch_size", "compile", "top_k"}
-
-
-@pytest.mark.parametrize("declared, instead, message", [
-    ("min_lr: float | None", "min_lr", "23: min_lr = None has no type: write min_lr: float | None = None, "),
-    ("= 'scratch'", "= 'scrath'", "30: init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"),
-])  # fmt: skip
-def test_a_default_must_have_a_type_and_match_it(folder, error, declared, instead, message):
-    (folder / "train.py").write_text(SCRIPT.replace(declared, instead))
-    assert error().startswith(f"train.py:{message}")
 
 
 def test_a_hash_inside_a_string_is_not_a_comment(folder, run):
@@ -135,30 +123,24 @@ def test_a_hash_inside_a_string_is_not_a_comment(folder, run):
     assert run()["settings"] == DEFAULTS
 
 
-# Flags
-
 BATCH_3, WANDB = {"batch_size": 3}, {"wandb_log": True}
-ACCEPTED = {
-    "key and value as two words": (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
-    "a flag before a file": (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),
-    "a value with an equals sign": (["--dataset=a=b"], {"dataset": "a=b"}),
-    "a value with an equals sign as a word": (["--dataset", "a=b"], {"dataset": "a=b"}),
-    "a bool alone": (["--wandb_log"], WANDB),
-    "a bool alone before a flag": (["--wandb_log", "--batch_size=3"], WANDB | BATCH_3),
-    "a bool alone before a file": (["--wandb_log", "config/llama32_1b.py"], WANDB | {"batch_size": 8}),
-    "a value that begins with a dash": (["--top_k", "-5", "--dataset", "-"], {"top_k": -5, "dataset": "-"}),
-    "dicts and lists as in Python": (
-        ["--rope_scaling={'factor': 32.0}", "--betas", "[0.9, 0.99]"],
-        {"rope_scaling": {"factor": 32.0}, "betas": [0.9, 0.99]},
-    ),
-    "one of the choices": (["--init_from=resume", "--world=2"], {"init_from": "resume", "world": 2}),
-    "the last of two flags": (["--batch_size=4", "--batch_size", "3"], BATCH_3),
-    "later files over earlier ones": (
-        ["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
-}  # fmt: skip
+ACCEPTED = [
+    (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
+    (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),  # a flag before a file overrides it, too
+    (["--dataset=a=b"], {"dataset": "a=b"}),
+    (["--wandb_log"], WANDB),
+    (["--wandb_log", "--batch_size=3"], WANDB | BATCH_3),
+    (["--wandb_log", "config/llama32_1b.py"], WANDB | {"batch_size": 8}),
+    (["--top_k", "-5", "--dataset", "-"], {"top_k": -5, "dataset": "-"}),
+    (["--rope_scaling={'factor': 32.0}"], {"rope_scaling": {"factor": 32.0}}),
+    (["--betas", "[0.9, 0.99]"], {"betas": [0.9, 0.99]}),
+    (["--init_from=resume", "--world=2"], {"init_from": "resume", "world": 2}),
+    (["--batch_size=4", "--batch_size", "3"], BATCH_3),
+    (["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
+]
 
 
-@pytest.mark.parametrize("argv, expected", ACCEPTED.values(), ids=ACCEPTED)
+@pytest.mark.parametrize("argv, expected", ACCEPTED, ids=str)
 def test_command_line_changes_settings(changes, argv, expected):
     assert changes(*argv) == expected
 
@@ -171,73 +153,49 @@ OF_ANOTHER_TYPE = {
 }
 REFUSED = [
     (["--batch_size"], "--batch_size needs a value: --batch_size=..."),
-    (["--batch_size", "--compile"], "--batch_size needs a value: --batch_size=..."),
     (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
-    (["--"], "Unknown setting --. --help lists them all"),
-    (["--VERSION=4"], "Unknown setting VERSION. --help lists them all"),  # uppercase names are not settings
-    (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
     (["--below=4"], "Unknown setting below. --help lists them all"),  # assigned below the call
+    (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
+    (["--base_dtype=nf4"], "Unknown setting base_dtype: it is now quantize_base=none or nf4"),
     (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
-    (["-batch_size", "3"], "Unknown argument -batch_size. Did you mean --batch_size?"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
-    (["--bs=4"], "Unknown setting bs. Did you mean batch_size?"),
-    (["--world=3"], "--world expects 0, 1, 2 or none, got '3'"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r}")
       for (name, kind), texts in OF_ANOTHER_TYPE.items() for text in texts),
     (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
-    (["baby_lama"], "config file baby_lama does not exist. Did you mean config/baby_llama.py?"),
-    (["no/such.py"], "config file no/such.py does not exist"),
-    (["config"], "config file config is not a file"),  # sample.py says more: tests/test_sample.py
     (["x.json"], "x.json is not a config file: it must be a .py file of assignments, such as batch_size = 4"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv, message", REFUSED, ids=lambda value: str(value)[:60])
-def test_command_line_errors_print_one_line(folder, error, argv, message):
+def test_a_wrong_flag_a_wrong_value_and_a_missing_file_get_one_line(folder, error, argv, message):
     (folder / "x.json").write_text('{"batch_size": 4}')
     assert error(*argv) == message
 
 
 SPELLINGS = {
     "batch_size": [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)],
-    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("1", 1.0)],
-    "compile": [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)],
+    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1", 1.0)],
+    "compile": [("true", True), ("TRUE", True), ("1", True), ("false", False), ("0", False)],
     "prompt": [("none", None)],
     "min_lr": [("None", None), ("1", 1.0)],
     "rope_scaling": [("none", None)],
-    "dataset": [
-        (text, text) for text in ("123", "", "none", "true", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n")
-    ],
+    "dataset": [(text, text) for text in ("123", "", "none", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n")],
 }
 
 
 @pytest.mark.parametrize("name, text, value", [(name, *each) for name, found in SPELLINGS.items() for each in found])
-def test_spellings_of_a_value(run, recwarn, name, text, value):
-    """A string is taken literally."""
-    for words in ([f"--{name}={text}"], *([[f"--{name}", text]] if text[:2] not in ("", "--") else [])):
-        found = run(*words)[name]
-        assert (type(found), found) == (type(value), value) and not recwarn.list
+def test_a_string_is_taken_literally_and_another_value_as_in_python(run, recwarn, name, text, value):
+    found = run(f"--{name}={text}")[name]
+    assert (type(found), found) == (type(value), value) and not recwarn.list
 
 
-# Config files
-
-
-def test_a_config_imports_another_beside_it_whose_names_are_checked_too(changes, error, tmp_path):
-    (tmp_path / "base_of_mine.py").write_text("batch_size = 4\n_n = 3\n")
-    (tmp_path / "mine.py").write_text("from math import *\nfrom base_of_mine import *\nwarmup_iters = int(sqrt(9))\n")
-    assert changes(str(tmp_path / "mine.py")) == dict(batch_size=4, warmup_iters=3)
-    (tmp_path / "base_of_mine.py").write_text("batch_szie = 4\n")
-    said = f"{tmp_path}/base_of_mine.py:1: Unknown setting batch_szie. Did you mean batch_size?"
-    assert error(str(tmp_path / "mine.py")) == said
-
-
-def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, changes, monkeypatch):
-    monkeypatch.syspath_prepend(folder / "config")
+def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, changes):
+    (folder / "config/base_of_mine.py").write_text("batch_size = 32\ncompile = False\n")
     (folder / "config/x.py").write_text(
-        "import math\nfrom math import pi\nfrom baby_llama import *\n_n = 4\n"
+        "import math\nfrom base_of_mine import *\n_n = 4\n"
         "def double(x):\n    y = 2 * x\n    return y\n"
-        "warmup_iters = double(_n)\nlearning_rate: float = pi\n"
+        "warmup_iters = double(_n)\nlearning_rate: float = math.pi\n"
         "top_k = 1e3\ngrad_clip = 2\nwandb_log = 1\nmin_lr = None\n"
     )
     expected = dict(batch_size=32, compile=False, warmup_iters=8, learning_rate=3.141592653589793)
@@ -246,31 +204,23 @@ def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted
 
 @pytest.mark.parametrize("line, message", [
     ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
+    ("from mistyped import *", "Unknown setting batch_szie. Did you mean batch_size?"),
+    ("wandb_project = 'mine'", "Unknown setting wandb_project: wandb reads the environment variable WANDB_PROJECT"),
     ("batch_size = '4'", "batch_size expects an int, got '4'"),
     ("batch_size = True", "batch_size expects an int, got True"),
-    ("batch_size = None", "batch_size expects an int, got None"),
     ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
     ("dataset = 3", "dataset expects a string, got 3"),
     ("compile = 'false'", "compile expects true or false, got 'false'"),
-    ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
-    ("batch_size = = 4", "SyntaxError: invalid syntax"),
-    ("batch_size: 4", "batch_size has no value. Write batch_size = 4"),
-    ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
 ])  # fmt: skip
-def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
-    (folder / "config/x.py").write_text(f"# why\n\n{line}\n")
-    assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"
-
-
-# Help and ranks
+def test_a_wrong_name_or_value_in_a_file_names_the_file(folder, error, line, message):
+    (folder / "config/mistyped.py").write_text("batch_szie = 4\n")
+    (folder / "config/x.py").write_text(line)
+    assert error("config/x.py", "--batch_size=4") == f"config/x.py: {message}"
 
 
 def test_help_shows_the_settings_in_their_groups_with_type_value_and_comment(printed):
     text = printed(0, "--help")
-    assert text == printed(0, "-h")
     assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [CONFIG.py] [--key=value]\n")
-    assert "paragraph" not in text
     assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data, and how much of it", "optimizer", "system"]
     assert re.findall(r"^  --(\w+)", text, re.M) == list(DEFAULTS)
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
@@ -279,19 +229,8 @@ def test_help_shows_the_settings_in_their_groups_with_type_value_and_comment(pri
     assert ["--init_from", "str", "scratch", "scratch|resume: where the weights come from"] in rows
     assert ["--world", "int|none", "none", "0|1|2"] in rows
     assert ["--wandb_log", "bool", "false"] in rows
-    assert ["--prompt", "str|none", "''"] in rows
     text = printed(0, "--help", "config/baby_llama.py", "--dataset=x")
     assert re.search(r"--batch_size +int +32 ", text) and re.search(r"--dataset +str +x ", text)
-
-
-def test_help_is_aligned_within_120_columns(folder, printed):
-    factors = {f"key_{i}": i for i in range(20)}
-    long = f"rope_scaling: dict | None = {factors}  # {'word ' * 60}"
-    (folder / "train.py").write_text(SCRIPT.replace("rope_scaling: dict | None = None", long))
-    lines = printed(0, "--help").splitlines()
-    assert max(map(len, lines)) <= 120
-    column = {line.index(word) for line in lines for word in ("a folder", "the peak", "each block") if word in line}
-    assert len(column) == 1
 
 
 def test_only_rank_0_prints_and_every_rank_exits(printed, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 
 from runtime import distributed
 from tests.runs import (
+    RENEW_OFTEN,
     ROOT,
     SMALL,
     assert_close,
@@ -29,7 +30,7 @@ HYBRID, FULL = dict(sharding="hybrid"), dict(activation_checkpointing="full")
 UNTIED, ONE_SYNC = dict(tie_embeddings=False), dict(sync_every_micro_batch=False)  # FSDP then has other groups
 ALL_OFFLOADED = dict(offload="all", offload_activations=True, mlp_chunks=2) | FULL
 MUON = dict(optimizer="muon", n_layer=3, n_embd=24, n_head=4, n_kv_head=1, ffn_dim=40)
-GALORE = dict(optimizer="galore", galore_rank=4, galore_interval=3)
+GALORE = dict(optimizer="galore", galore_rank=4)
 
 
 @pytest.fixture
@@ -40,7 +41,12 @@ def train(train_on_ranks):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """alone(data, **settings): the folder of a run of one process, shared by all tests that ask for the same."""
-    return functools.cache(lambda data, **settings: run_alone(data, tmp_path_factory.mktemp("alone"), **settings))
+
+    def run(data, **settings):
+        script = wrapped(tmp_path_factory.mktemp("script"), RENEW_OFTEN)
+        return run_alone(data, tmp_path_factory.mktemp("alone"), script=script, **settings)
+
+    return functools.cache(run)
 
 
 @pytest.mark.parametrize("ranks, settings, changes, tolerance", [
@@ -127,12 +133,13 @@ OTHER_NORM = (
 @pytest.mark.parametrize("settings, on_one_machine", [
     ({}, OTHER_NORM),
     (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # without a compiler
-    (dict(optimizer="galore", galore_rank=8, galore_interval=1), OTHER_SUMS),
+    (dict(optimizer="galore", galore_rank=8), OTHER_SUMS),
 ], ids=["another norm", "no C", "other sums of galore"])  # fmt: skip
 def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
-        "os.environ['LOCAL_WORLD_SIZE'] = '2'\nimport importlib; adamw = importlib.import_module('kernels.adamw')\n"
+        f"{RENEW_OFTEN}os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
+        "import importlib; adamw = importlib.import_module('kernels.adamw')\n"
         "step = adamw.adamw_in_pieces\n"
         "adamw.adamw_in_pieces = lambda *tensors: step(*tensors) or tensors[2].mul_(1 + 2**-20)\n"
         f"if os.environ['RANK'] in '23': {on_one_machine}",
@@ -145,7 +152,7 @@ def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, sett
     (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
     (4, HYBRID),
     (2, dict(optimizer="normuon")),  # and so muon
-    (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
+    (2, dict(optimizer="galore", galore_rank=8)),
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
     (2, dict(offload="all", offload_dir="drive")),
 ], ids=str)  # fmt: skip
@@ -158,7 +165,7 @@ def test_a_run_resumes_on_more_and_on_fewer_ranks_with_every_optimizer(train, tm
         if start_from:
             step = "step_000002" if start_from == one else "step_000004"
             shutil.copytree(start_from / step, out_dir / step)
-        script = machines_of(tmp_path, 2) if n == 4 else "train.py"
+        script = machines_of(tmp_path, 2) if n == 4 else wrapped(tmp_path, RENEW_OFTEN)
         assert "WARNING" not in train(n, script, out_dir=out_dir, **settings).stdout, "the copies of the model differ"
     tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
     assert_close(step_losses(many), step_losses(one)[2:], tolerance)
@@ -175,9 +182,10 @@ def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(
     assert two == pytest.approx(one, rel=1e-13) and three == pytest.approx(one, rel=1e-13)
 
 
-def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py"):
+def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=None):
     if settings.get("sharding") == "hybrid":
         script = machines_of(tmp_path, 2)
+    script = script or wrapped(tmp_path, RENEW_OFTEN)
     shutil.copytree(alone / "step_000005", tmp_path / "out/step_000005")  # begun by one rank, finished by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
     for out_dir, last in (("many", 5), ("out", 10)):

@@ -160,14 +160,14 @@ def test_a_weight_that_float8_cannot_multiply_is_refused():
         layer(randn(4, 32, dtype=BF16))
 
 
-@pytest.mark.parametrize("base_dtype, kind", [("bfloat16", FP8LoRALinear), ("nf4", FP8NF4LoRALinear)])
-def test_adapters_on_a_model_in_float8_are_of_its_kind_and_merge_into_plain_weights(base_dtype, kind):
+@pytest.mark.parametrize("quantize_base, kind", [("none", FP8LoRALinear), ("nf4", FP8NF4LoRALinear)])
+def test_adapters_on_a_model_in_float8_are_of_its_kind_and_merge_into_plain_weights(quantize_base, kind):
     config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size=64, block_size=16)
     model = Llama(config)
     model.init_weights(1)
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
     use_fp8(model)
-    add_lora(model, RANK, 5.0, base_dtype)
+    add_lora(model, RANK, 5.0, quantize_base)
     assert {type(child) for child in model.layers.modules() if isinstance(child, Linear)} == {kind}
     assert model.n_params() == sum(p.numel() for p in plain.values()) + sum(
         p.numel() for p in model.parameters() if p.requires_grad

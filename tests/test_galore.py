@@ -49,7 +49,7 @@ def test_the_basis_holds_the_leading_singular_vectors(shape):
 def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
     model = Llama(CONFIG)
     model.init_weights(0)
-    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3, 0.25), OnDevice())
+    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3), OnDevice())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     exact = {}  # (name, i): w, basis, m, v
     for name, p in model.named_parameters():
@@ -68,7 +68,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
             r = g @ q
             m, v = 0.9 * m + 0.1 * r, 0.95 * v + 0.05 * r * r
             n = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-            state[:] = w - 0.01 * (0.1 * w + 0.25 * (p.shape[1] / RANK) ** 0.5 * n @ q.T), q, m, v
+            state[:] = w - 0.01 * (0.1 * w + (p.shape[1] / RANK) ** 0.5 * n @ q.T), q, m, v
         optimizer.step(lr=0.01)
     for name, p in model.named_parameters():
         if (name, 0) in exact:

@@ -22,18 +22,18 @@ from tests.test_safetensors_file import damage_tensor
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
-BASES = {name: {"base_dtype": name} for name in ("bfloat16", "nf4")} | {"float8": {"fp8": True}}
-each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+BASES = {name: {"quantize_base": name} for name in ("none", "nf4")} | {"float8": {"fp8": True}}
+each_base = pytest.mark.parametrize("quantize_base", ["none", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
 
 
-def adapted(base_dtype, **how):
+def adapted(quantize_base, **how):
     """A tiny model whose adapters are not zero, and the equivalent dense weights, by name."""
     torch.manual_seed(1)
     model = Llama(TINY, Execution(**how)).double()
     model.init_weights(1)
     dense = {name: p.detach().clone() for name, p in model.named_parameters()}
-    add_lora(model, 3, 5.0, base_dtype)
+    add_lora(model, 3, 5.0, quantize_base)
     model.init_weights(1)
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
@@ -46,9 +46,9 @@ def adapted(base_dtype, **how):
 
 
 @each_base
-def test_codes_are_not_converted_as_if_they_were_weights(base_dtype):
-    model, _ = adapted(base_dtype)
-    if base_dtype == "bfloat16":
+def test_codes_are_not_converted_as_if_they_were_weights(quantize_base):
+    model, _ = adapted(quantize_base)
+    if quantize_base == "none":
         model.to(torch.bfloat16)
         assert model.layers[0].attn.qkv_proj.weight.dtype == torch.bfloat16
         return
@@ -59,13 +59,13 @@ def test_codes_are_not_converted_as_if_they_were_weights(base_dtype):
     assert torch.equal(model.to("cpu")(tokens), before)
 
 
-@pytest.mark.parametrize("base_dtype, fused", [("bfloat16", False), ("nf4", False), ("nf4", True)])
-def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
+@pytest.mark.parametrize("quantize_base, fused", [("none", False), ("nf4", False), ("nf4", True)])
+def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(quantize_base, fused, request):
     if not fused:
         request.getfixturevalue("plain_pytorch_on_one_core")
     # also in chunks of the MLP
     how = dict(checkpointing="full", mlp_chunks=2) if fused else dict(kernels="none")
-    model, dense = adapted(base_dtype, attention="sdpa", **how)
+    model, dense = adapted(quantize_base, attention="sdpa", **how)
     rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -88,8 +88,8 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
 
 
 @each_base
-def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch_on_one_core):
-    model, _ = adapted(base_dtype)
+def test_merged_model_is_plain_and_computes_the_same(quantize_base, plain_pytorch_on_one_core):
+    model, _ = adapted(quantize_base)
     tokens = torch.randint(0, 64, (1, 8))
     before = model(tokens)
     merge_lora(model)
@@ -103,8 +103,8 @@ def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weight
     with torch.device("meta"):
         plain, models = Llama(TINY), [Llama(TINY) for _ in range(2)]
     two_thirds = plain.flops_per_token(0) * 2 // 3
-    for model, base_dtype in zip(models, ("bfloat16", "nf4"), strict=True):
-        add_lora(model, 3, 5.0, base_dtype)
+    for model, quantize_base in zip(models, ("none", "nf4"), strict=True):
+        add_lora(model, 3, 5.0, quantize_base)
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert model.flops_per_token(0) == two_thirds + 6 * adapters
         assert model.n_params() == plain.n_params() + adapters
@@ -130,7 +130,7 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
 
 
 def test_shapes_that_nf4_cannot_hold_are_refused():
-    needs = "nf4 needs an even width and whole blocks of 64 weights, not"
+    needs = "nf4 needs an even width and groups of 64 weights, not"
     with pytest.raises(ValueError, match=f"{needs} 65 x 32"):
         add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
     with pytest.raises(ValueError, match=f"{needs} 64 x 65"):  # whole blocks, but a row ends within a byte
@@ -141,12 +141,12 @@ def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
     model = Llama(TINY)
     for projection in (m for m in model.layers.modules() if isinstance(m, Linear)):
         projection.__class__ = type("FP4Linear", (Linear,), {})
-    with pytest.raises(ValueError, match="does not support base_dtype 'bfloat16' for qkv_proj, a FP4Linear"):
+    with pytest.raises(ValueError, match="does not support quantize_base 'none' for qkv_proj, a FP4Linear"):
         add_lora(model, 3, 5.0)
 
 
-def test_an_unknown_base_dtype_is_the_one_that_the_message_names():
-    with pytest.raises(ValueError, match="does not support base_dtype 'nf3' for qkv_proj, a Linear"):
+def test_an_unknown_quantize_base_is_the_one_that_the_message_names():
+    with pytest.raises(ValueError, match="does not support quantize_base 'nf3' for qkv_proj, a Linear"):
         add_lora(Llama(TINY), 3, 5.0, "nf3")
 
 
@@ -226,24 +226,24 @@ def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
 
 
 def test_a_base_in_float8_is_near_the_whole_one_and_is_saved_like_it(trained):
-    plain, rounded = (step_losses(trained[name]) for name in ("bfloat16", "float8"))
+    plain, rounded = (step_losses(trained[name]) for name in ("none", "float8"))
     assert 0 < abs(rounded - plain).mean() < 0.05
     tokens = torch.randint(0, 256, (2, 16))
     with torch.no_grad():
-        found, expected = (load_model(trained[name])(tokens) for name in ("float8", "bfloat16"))
+        found, expected = (load_model(trained[name])(tokens) for name in ("float8", "none"))
     assert (found - expected).abs().max() < 0.2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("changes", [
-    {"offload": "optimizer", "base_dtype": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
-    {"dtype": "bfloat16"}, {"base_dtype": "nf4", "fp8": True},
+    {"offload": "optimizer", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
+    {"dtype": "bfloat16"}, {"quantize_base": "nf4", "fp8": True},
 ], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
     a = 2 * 4 * (6 * 32 + 64)  # layers, rank, and the inputs of q, k, v, o, gate, up and down
     b = 2 * 4 * (2 * 32 + 2 * 16 + 2 * 64 + 32)  # and their outputs
     assert f" parameters, of which {a + b:,} are trained; " in done.stdout, done.stdout + done.stderr
-    expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
+    expected = step_losses(trained[changes.get("quantize_base", "none")])
     apart = abs(step_losses(tmp_path) - expected)
     if "fp8" in changes:  # a learning rate this large magnifies rounding for a step
         assert apart.mean() < 0.05
@@ -251,7 +251,7 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
         assert apart.max() < (0.05 if "dtype" in changes else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8"])
+@pytest.mark.parametrize("name", ["none", "float8"])
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
     import peft  # takes seconds
 
@@ -291,7 +291,7 @@ def test_convert_merges_into_the_base_that_it_names(base, trained, tmp_path):
         assert named == str(base)
         assert not list((tmp_path / merge).glob("adapter*"))
         merged[merge] = load_model(tmp_path / merge)(tokens)
-    original = load_model(trained["nf4"], base_dtype="bfloat16")
+    original = load_model(trained["nf4"], quantize_base="none")
     assert isinstance(model.layers[0].mlp.down_proj, NF4LoRALinear)
     assert type(load_model(tmp_path / "trained").layers[0].mlp.down_proj) is Linear
     assert (merged["trained"] - model(tokens)).abs().max() < 1e-5
@@ -322,9 +322,9 @@ def test_adapters_on_a_runs_checkpoint_warn_that_the_run_may_delete_it(base, cap
 
 
 def test_a_run_starts_from_another_runs_adapters(trained, capitals, tmp_path):
-    folder = trained["bfloat16"] / "step_000008"
+    folder = trained["none"] / "step_000008"
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
-    assert step_losses(tmp_path)[0] < step_losses(trained["bfloat16"])[0] - 0.05
+    assert step_losses(tmp_path)[0] < step_losses(trained["none"])[0] - 0.05
     said = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, tmp_path / "step_000002")]
     assert said[0] == said[1]
 
@@ -341,12 +341,12 @@ def test_lora_without_weights_to_adapt_ends_with_a_message(train, capsys):
 @pytest.mark.parametrize("changes, sentence", [
     ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
     ({"lora_alpha": 4}, r"step_000008 has lora_alpha 10.0 \(this run: 4.0\): pass --lora_alpha=10.0"),
-    ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
+    ({"quantize_base": "nf4"}, r"step_000008 has quantize_base none \(this run: nf4\)"),
     ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
     ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
 ], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):
-    shutil.copytree(trained["bfloat16"] / "step_000008", tmp_path / "out" / "step_000008")
+    shutil.copytree(trained["none"] / "step_000008", tmp_path / "out" / "step_000008")
     if "init_from" in changes:
         convert(base.parent / "run" / "step_000004", tmp_path / "other", "float32")
         changes = {"init_from": tmp_path / "other"}
@@ -354,14 +354,14 @@ def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, 
 
 
 def test_unsupported_adapters_are_reported_with_the_name_of_their_config(trained):
-    folder = open_folder(trained["bfloat16"] / "step_000008")
+    folder = open_folder(trained["none"] / "step_000008")
     folder.config["model_type"] = "gpt2"
     with pytest.raises(ValueError, match="step_000008/base_config.json describes a gpt2 model"):
         read_config(folder)
 
 
 def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, capitals, tmp_path):
-    shutil.copytree(trained["bfloat16"], tmp_path / "out")
+    shutil.copytree(trained["none"], tmp_path / "out")
     shutil.copytree(base, tmp_path / "base")
     folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
     damage_tensor(file.parent, "model.embed_tokens.weight")
@@ -377,7 +377,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
 
 def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tmp_path):
     folder = tmp_path / "run" / "step_000008"
-    shutil.copytree(trained["bfloat16"] / "step_000004", tmp_path / "run" / "step_000004")
+    shutil.copytree(trained["none"] / "step_000004", tmp_path / "run" / "step_000004")
     moved = shutil.copytree(base, tmp_path / "moved" / "step_000008")
     base.rename(away := base.with_name("away"))
     try:

@@ -103,7 +103,7 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     with torch.device("meta"):
         model = Llama(config, run.how).to(run.compute_dtype)
     if run.lora_rank:
-        add_lora(model, run.lora_rank, 32.0, run.base_dtype)
+        add_lora(model, run.lora_rank, 32.0, run.quantize_base)
     shard(model)
     model.to_empty(device=device)
     for p in model.parameters():
@@ -186,8 +186,8 @@ SHARDED = {
 }
 FOR_8_BIT, FOR_ADAPTERS = (replace(SMALL_HEAD, n_embd=n, ffn_dim=2 * n) for n in (256, 128))
 STEPS = {f"8-bit states, {ranks} ranks": (FOR_8_BIT, ranks, {"rule": AdamW8bit()}) for ranks in (1, 4)}
-for base in ("bfloat16", "nf4"):
-    adapters = {"lora_rank": 2, "base_dtype": base}
+for base in ("none", "nf4"):
+    adapters = {"lora_rank": 2, "quantize_base": base}
     for mode in ("none", "full"):
         changes = adapters | {"activation_checkpointing": mode}
         STEPS[f"adapters, {base}, {mode}"] = replace(FOR_ADAPTERS, n_layer=2), 1, changes
@@ -396,10 +396,11 @@ def test_advice_is_only_what_train_py_accepts():
     parts = {part.name: part.bytes for part in memory_advice.cpu_parts(LLAMA_1B, run)}
     later = [parts[name] for name in parts if "activations" in name or "accumulators" in name]
     assert len(later) == 2 and memory_advice.cpu_bytes_to_come(LLAMA_1B, run) == sum(later)
-    four_bits = choices(lora_rank=16, base_dtype="nf4")
+    four_bits = choices(lora_rank=16, quantize_base="nf4")
     assert {"offload": "optimizer"} in four_bits and {"offload": "all"} not in four_bits
     assert {"offload": "all"} not in choices(lora_rank=16, fp8=True)
-    assert "base_dtype" not in names() | names(lora_rank=16, offload="all") and "base_dtype" in names(lora_rank=16)
+    assert "quantize_base" in names(lora_rank=16)
+    assert "quantize_base" not in names() | names(lora_rank=16, offload="all")
     assert "optimizer_bits" in names() and "optimizer_bits" not in names(lora_rank=16)
     smollm2 = replace(LLAMA_1B, n_embd=576, ffn_dim=1536, n_head=9, n_kv_head=3)  # 8 bits have blocks of 256
     assert "optimizer_bits" not in names(config=smollm2)

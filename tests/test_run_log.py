@@ -226,7 +226,7 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
     wandb.log.side_effect = [None, ConnectionResetError("Connection lost")]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
-    log.open(0, None, project="p")
+    log.open(0, None, {"seed": 1})
     for step in (1, 2, 3):
         log.record({"step": step})
     log.close()
@@ -234,10 +234,10 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
     assert "wandb has ended (Connection lost)" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     for step in (3, 0):
-        log.open(step, None, project="p")
+        log.open(step, None, {"seed": 1})
         log.close()
-    resumed = dict(project="p", id="a1b2", resume="allow")
-    assert [call.kwargs for call in wandb.init.call_args_list] == [{"project": "p"}, resumed, {"project": "p"}]
+    new = dict(project="nanocria", config={"seed": 1})
+    assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
 
 
 @pytest.mark.parametrize("kind", [AttributeError, ImportError, ConnectionError], ids=str)
@@ -246,7 +246,7 @@ def test_a_wandb_that_does_not_start_gets_a_message(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "wandb", broken())
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     with pytest.raises(SystemExit):
-        log.open(0, None, project="p")
+        log.open(0, None, {"seed": 1})
     assert "wandb does not start (it is broken). Try " in capsys.readouterr().err
 
 
