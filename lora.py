@@ -22,23 +22,12 @@ import torch
 
 from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, NF4LoRALinear
 from kernels.linear import replace_projections
-from model import Llama, LlamaConfig
+from model import Llama
 
 KINDS = {  # the projection with adapters, by quantize_base and original class
     ("none", Linear): LoRALinear, ("none", FP8Linear): FP8LoRALinear,
     ("nf4", Linear): NF4LoRALinear, ("nf4", FP8Linear): FP8NF4LoRALinear,
 }  # fmt: skip
-
-
-def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """How many rows each published matrix has in our projections, by the projection's name."""
-    kv = config.n_kv_head * config.head_dim
-    return {
-        "qkv_proj": (config.n_embd, kv, kv),
-        "o_proj": (config.n_embd,),
-        "gate_up_proj": (config.ffn_dim, config.ffn_dim),
-        "down_proj": (config.n_embd,),
-    }
 
 
 def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none") -> None:
@@ -50,14 +39,13 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
     unsupported projections.
     """
     model.requires_grad_(False)
-    rows = packed_rows(model.config)
 
     def with_adapters(name: str, projection: Linear) -> LoRALinear:
         kind = KINDS.get((quantize_base, type(projection)))
         if kind is None:
             found = f"{name}, a {type(projection).__name__}"
             raise ValueError(f"add_lora does not support quantize_base {quantize_base!r} for {found}")
-        return kind(projection, rows[name], rank, alpha)
+        return kind(projection, rank, alpha)
 
     replace_projections(model.layers, with_adapters)
 
@@ -72,7 +60,7 @@ def merge_lora(model: Llama) -> None:
         if not isinstance(projection, LoRALinear):
             return projection
         with torch.device("meta"):
-            plain = Linear(projection.in_features, projection.out_features)
+            plain = Linear(projection.in_features, *projection.rows)
         plain.weight = torch.nn.Parameter(projection.merged())
         return plain
 

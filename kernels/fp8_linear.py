@@ -163,7 +163,7 @@ class FP8Linear(Linear):
     def __init__(self, base: Linear):
         """With the weight of base."""
         with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features)
+            super().__init__(base.in_features, *base.rows)
         self.weight = base.weight
 
     def reference(self, x):

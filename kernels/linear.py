@@ -21,12 +21,17 @@ from .launch import accumulate, as_rows, refuse_autocast, refuse_double_backward
 
 
 class Linear(nn.Linear):
-    """y = x Wᵀ without bias: nn.Linear and its parts. Shapes: x (..., C), y (..., O), weight (O, C)."""
+    """y = x Wᵀ without bias: nn.Linear and its parts. Shapes: x (..., C), y (..., O), weight (O, C).
+
+    rows: how many of the O rows belong to each matrix that the weight packs. To the model they are one; optimizers,
+    adapters and checkpoints treat each by itself.
+    """
 
     float8_input = False  # True if project also takes x, and input_gradient dy, rounded as in fp8_linear.py
 
-    def __init__(self, n_in: int, n_out: int):
-        super().__init__(n_in, n_out, bias=False)
+    def __init__(self, n_in: int, *rows: int):
+        super().__init__(n_in, sum(rows), bias=False)
+        self.rows = rows
 
     def forward(self, x):
         refuse_autocast(x)
@@ -103,6 +108,11 @@ def new_sums(tensors, needed, dtype):
         torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need else None
         for tensor, need in zip(tensors, needed, strict=True)
     ]
+
+
+def packed_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The rows of every projection in a model, by the name of its weight."""
+    return {f"{name}.weight": module.rows for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def replace_projections(module: nn.Module, replacement: Callable[[str, Linear], Linear]) -> None:

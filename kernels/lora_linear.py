@@ -30,25 +30,26 @@ from .linear import Linear, product
 class LoRALinear(Linear):
     """y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ on the frozen weight of base (O, C), with the functions of a projection.
 
-    rows: how many rows of the weight each published matrix has, O in total. lora_a (len(rows)·rank, C) starts uniform
-    within ±1/√C, as in peft, and lora_b (O, rank) at zero, so y starts as the base's.
+    Each matrix packed in the weight has its own adapters: lora_a (matrices·rank, C) starts uniform within ±1/√C, as in
+    peft, and lora_b (O, rank) at zero, so y starts as the base's.
     """
 
     held = ("weight",)  # the tensors of the frozen weight: `weight` comes first, and has O rows
 
-    def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
+    def __init__(self, base: Linear, rank: int, alpha: float):
         nn.Module.__init__(self)
+        if rank < 1:
+            raise ValueError(f"rank {rank}: expected at least 1")
         self.out_features, self.in_features = base.weight.shape
-        if rank < 1 or sum(rows) != self.out_features:
-            raise ValueError(f"rank {rank} and rows {rows}: expected a rank of at least 1, {self.out_features} rows")
-        self.rows, self.bias = tuple(rows), None
+        self.rows = base.rows
+        self.bias = None
         for name, part in zip(self.held, self.quantize(base.weight.detach()), strict=True):
             setattr(self, name, nn.Parameter(part, requires_grad=False))
-        self.lora_a = nn.Parameter(base.weight.new_empty(len(rows) * rank, self.in_features))
+        self.lora_a = nn.Parameter(base.weight.new_empty(len(self.rows) * rank, self.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))
         nn.init.uniform_(self.lora_a, -(self.in_features**-0.5), self.in_features**-0.5)
         self.scale = alpha / rank
-        bounds = [0, *running_sums(rows)]
+        bounds = [0, *running_sums(self.rows)]
         # for each matrix: its rows of B, its columns of x Aᵀ
         self.parts = [(slice(*pair), slice(i * rank, (i + 1) * rank)) for i, pair in enumerate(pairwise(bounds))]
 

@@ -27,12 +27,12 @@ class NF4LoRALinear(LoRALinear):
     held = ("weight", "scale_codes", "scale_absmax", "offset")
     codes_dtype = torch.float8_e4m3fn  # really bytes, but FSDP needs floating-point parameters (torch 2.11)
 
-    def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
-        for n_out in rows:
+    def __init__(self, base: Linear, rank: int, alpha: float):
+        for n_out in base.rows:
             if base.in_features % 2 or n_out * base.in_features % BLOCK:
                 found = f"{n_out} x {base.in_features}: --quantize_base=none"
                 raise ValueError(f"quantize_base=nf4 needs an even width and groups of {BLOCK} weights, not {found}")
-        super().__init__(base, rows, rank, alpha)
+        super().__init__(base, rank, alpha)
 
     def reference(self, x):
         return apply_projection(self, x, *self.tensors())  # plain autograd would keep the weight read back

@@ -34,8 +34,8 @@ class AdamW(Rule):
     weight_decay: float = 0.1
     eps: float = 1e-8
 
-    def states(self, name, parameter):
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))
+    def states(self, name, shape, rows):
+        return {"exp_avg": (shape, torch.float32), "exp_avg_sq": (shape, torch.float32)}
 
     def scalars(self, t):
         table = bias_corrections(self.betas, t.device)

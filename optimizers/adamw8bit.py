@@ -7,6 +7,8 @@ multiple of 256 keep AdamW's float32 moments. The embedding's have 8 bits too; t
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
 
+import math
+
 import torch
 
 from kernels import adamw8bit
@@ -26,11 +28,11 @@ def flat_scales(states: dict) -> list[torch.Tensor]:
 class AdamW8bit(AdamW):
     c_files = ("adamw.c", "adamw8bit.c")
 
-    def states(self, name, parameter):
-        shape = parameter.shape
-        if len(shape) < 2 or shape[-1] % BLOCK or shape.numel() < SMALL:
-            return super().states(name, parameter)
-        codes, absmax = (shape, torch.uint8), ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
+    def states(self, name, shape, rows):
+        if len(shape) < 2 or shape[-1] % BLOCK or math.prod(shape) < SMALL:
+            return super().states(name, shape, rows)
+        codes = (shape, torch.uint8)
+        absmax = ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
         return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_absmax": absmax, "exp_avg_sq_absmax": absmax}
 
     def step_on_device(self, parameter, grad, master, states, scalars):

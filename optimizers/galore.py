@@ -32,7 +32,6 @@ import torch.distributed as dist
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
 from optimizers.rule import MatrixRule, Ranks, Shard
-from runtime.hf_names import stacked_rows
 
 ITERATIONS = 4  # each shrinks what is left of a smaller singular value by the square of its ratio to a larger one
 
@@ -43,10 +42,10 @@ class GaLore(MatrixRule):
     rank: int = 128
     interval: int = 200  # updates between two bases
 
-    def matrix_states(self, name, parameter):
-        projected = torch.empty(len(parameter), self.rank, device="meta")
-        basis = (len(stacked_rows(name, parameter.shape)), parameter.shape[1], self.rank)
-        return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
+    def matrix_states(self, name, shape, rows):
+        n_rows, n_columns = shape
+        basis = (len(rows), n_columns, self.rank)
+        return self.adamw.states(name, (n_rows, self.rank), rows) | {"basis": (basis, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, ranks):
         adam_scalars = at_unit_rate(scalars)
@@ -81,10 +80,10 @@ def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars
 
 
 def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
-    """How many of this rank's rows belong to each matrix stacked in a weight. FSDP splits like torch.chunk."""
+    """How many of this rank's rows belong to each matrix packed in a weight. FSDP splits like torch.chunk."""
     held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
     begin = held * (dist.get_rank(group) if group else 0)
-    edges = accumulate(stacked_rows(shard.name, shard.shape), initial=-begin)  # relative to this rank's first row
+    edges = accumulate(shard.rows, initial=-begin)  # relative to this rank's first row
     return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
 
 

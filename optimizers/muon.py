@@ -25,7 +25,6 @@ import torch.distributed as dist
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
 from optimizers.rule import MatrixRule, Shard
-from runtime.hf_names import stacked_rows
 
 # a, b, c of each iteration, from the paper's algorithm for five: they map singular values of X from 0.001 to 1 to 0.85
 # to 1.14, with a safety factor and a cushion of 0.02. The first is for X / 1.02, which is safely below 1.
@@ -55,13 +54,13 @@ class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # for all else; its weight decay is for all
     momentum: float = 0.95
 
-    def matrix_states(self, name, parameter):
-        return {"momentum": (parameter.shape, torch.float32)}
+    def matrix_states(self, name, shape, rows):
+        return {"momentum": (shape, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, ranks):
-        kinds = {}  # of equal shapes and stacking
+        kinds = {}  # of equal shapes and packing
         for shard in shards:
-            kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
+            kinds.setdefault((shard.rows, shard.shape[1]), []).append(shard)
         group = ranks.shard
         n_ranks = dist.get_world_size(group) if group else 1
         rounds = []
@@ -75,7 +74,8 @@ class Muon(MatrixRule):
 
     def _round(self, shards: list[Shard], scalars: torch.Tensor, ranks: int, group):
         """A generator with three stages; rows are in flight between them."""
-        (n_rows, n_columns), rows = shards[0].shape, stacked_rows(shards[0].name, shards[0].shape)
+        n_rows, n_columns = shards[0].shape
+        rows = shards[0].rows
         owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices per rank; rows per rank, as in FSDP
         x = self._momenta(shards, scalars[0], owned * ranks, held)  # the missing matrices and rows are zeros
         sent = exchange(x, group)

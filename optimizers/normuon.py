@@ -17,8 +17,8 @@ from optimizers.muon import Muon
 
 
 class NorMuon(Muon):
-    def matrix_states(self, name, parameter):
-        return super().matrix_states(name, parameter) | {"row_avg_sq": ((len(parameter), 1), torch.float32)}
+    def matrix_states(self, name, shape, rows):
+        return super().matrix_states(name, shape, rows) | {"row_avg_sq": ((shape[0], 1), torch.float32)}
 
     def scaled(self, o, states, side, scalars):
         o, r = o.float(), states["row_avg_sq"]

@@ -48,11 +48,13 @@ class OnDevice(Place):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
-        scalars, grads = torch.stack([scale, lr, *self.rule.scalars(t)]), self.gradients()
-        shards = [
-            Shard(name, parameter.shape, local(parameter.detach()), grads[name], *self.local_states(name))
-            for name, parameter in self.parameters.items()
-        ]
+        scalars = torch.stack([scale, lr, *self.rule.scalars(t)])
+        grads = self.gradients()
+        shards = []
+        for name, parameter in self.parameters.items():
+            rows = self.rows[name]
+            shard = local(parameter.detach())
+            shards.append(Shard(name, parameter.shape, rows, shard, grads[name], *self.local_states(name)))
         self.rule.update(shards, scalars, self.step, self.ranks)
         self.step += 1
         self.drop_grads()

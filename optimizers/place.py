@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from kernels.linear import packed_rows
 from optimizers.rule import Ranks
 from runtime.distributed import local
 
@@ -58,16 +59,19 @@ class Place:
 
     def attach(self, model: nn.Module, parameters: dict[str, nn.Parameter], rule) -> None:
         """Allocates masters, as copies of the parameters, and states, as zeros. Call it after init_weights."""
-        self.parameters, self.rule = parameters, rule
+        self.parameters = parameters
+        self.rule = rule
+        packed = packed_rows(model)
+        self.rows = {name: packed.get(name, tuple(p.shape[:1])) for name, p in parameters.items()}
         first = next(iter(parameters.values()))
         names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()
         groups = (first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate"))
         self.ranks = Ranks(*groups)
         self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
-        self.states = {
-            name: {key: self._new_state(p.detach(), *state) for key, state in rule.states(name, p).items()}
-            for name, p in parameters.items()
-        }
+        self.states = {}
+        for name, p in parameters.items():
+            states = rule.states(name, p.shape, self.rows[name])
+            self.states[name] = {key: self._new_state(p.detach(), *state) for key, state in states.items()}
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
 
     def _master(self, parameter):

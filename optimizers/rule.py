@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+States = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name: shape and dtype
+
 
 class Ranks(NamedTuple):
     """The ranks that hold the rows of one copy of the model, and those that hold this rank's rows in each copy."""
@@ -26,10 +28,11 @@ class Ranks(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """This rank's part of one parameter in an update: its rows, or none. Only `shape` is of the whole parameter."""
+    """This rank's part of one parameter in an update: some of its rows, or none."""
 
     name: str
     shape: torch.Size  # of the whole parameter
+    rows: tuple[int, ...]  # of each matrix packed in the whole parameter
     parameter: torch.Tensor
     grad: torch.Tensor
     master: torch.Tensor  # float32 (a float32 parameter itself), or int16, the lower half of a bfloat16 one's
@@ -40,8 +43,8 @@ class Rule:
     supports_offload = False  # True if step_on_cpu computes the same as step_on_device
     c_files = ()  # files in kernels/ that step_on_cpu uses
 
-    def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{state: (shape, dtype)} of a whole parameter. States start as zeros.
+    def states(self, name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> States:
+        """The states of a whole parameter, and the rows of each matrix packed in it. They start as zeros.
 
         Under FSDP those with as many rows as the parameter are split like it; each rank has the others whole.
         """
@@ -57,9 +60,9 @@ class Rule:
         scalars: float32: the gradients' scale, the learning rate, scalars(t). Unless the scale is finite, nothing may
         change. step: how many updates came before this one, skipped ones included.
         """
-        for _, _, parameter, grad, master, states in shards:
-            if grad.numel():  # a rank may hold nothing of a small parameter
-                self.step_on_device(parameter, grad, master, states, scalars)
+        for shard in shards:
+            if shard.grad.numel():  # a rank may hold nothing of a small parameter
+                self.step_on_device(shard.parameter, shard.grad, shard.master, shard.states, scalars)
 
     def step_on_device(self, parameter, grad, master, states, scalars) -> None:
         """One update of one parameter, as above."""
@@ -73,15 +76,16 @@ class Rule:
 class MatrixRule(Rule):
     """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms."""
 
-    def matrix_states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def matrix_states(self, name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> States:
         raise NotImplementedError
 
     def update_matrices(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
         raise NotImplementedError
 
-    def states(self, name, parameter):
-        is_matrix = is_matrix_of_a_block(name, parameter.shape)
-        return (self.matrix_states if is_matrix else self.adamw.states)(name, parameter)
+    def states(self, name, shape, rows):
+        if is_matrix_of_a_block(name, shape):
+            return self.matrix_states(name, shape, rows)
+        return self.adamw.states(name, shape, rows)
 
     def scalars(self, t):
         return self.adamw.scalars(t)
@@ -95,5 +99,5 @@ class MatrixRule(Rule):
         self.update_matrices(matrices, scalars, step, ranks)
 
 
-def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
+def is_matrix_of_a_block(name: str, shape: tuple[int, ...]) -> bool:
     return name.startswith("layers.") and len(shape) == 2

@@ -1,8 +1,9 @@
 """Hugging Face's names and matrices for our parameters, and this rank's rows of them.
 
-Our model stacks q, k, v in one parameter and gate, up in another; Hugging Face publishes them one by one. FSDP gives
-each rank some rows of the stack, so some rows of some of the matrices. Optimizer states with as many rows as their
-parameter are split alike, and named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have peft's names.
+Our model packs q, k, v in one parameter and gate, up in another (LlamaConfig.packed_rows); Hugging Face publishes each
+by itself. FSDP gives a rank some rows of a parameter, so some rows of some of the matrices. Optimizer states with as
+many rows as their parameter are split alike, and named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have
+peft's names.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from model import LlamaConfig
 
-NAMES = {  # our name, without the layer -> Hugging Face's names of the matrices stacked in it
+NAMES = {  # our name, without the layer -> Hugging Face's names of the matrices packed in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
     "attn_norm.weight": ["input_layernorm.weight"],
     "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -74,13 +75,6 @@ def unwrapped_names(names: Iterable[str], path: Path) -> dict[str, str]:
     return found
 
 
-def stacked_rows(name: str, shape: torch.Size) -> list[int]:
-    """How many rows of one of our weights (whole, not sharded) each published matrix has. q is square."""
-    n_rows, n_columns = shape
-    key_value = (n_rows - n_columns) // 2
-    return {1: [n_rows], 2: [n_rows // 2] * 2, 3: [n_columns, key_value, key_value]}[len(hf_names(name))]
-
-
 def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
     """This rank's part of x, as (first row, rows, True if this rank is the one to write them).
 
@@ -106,14 +100,16 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
     The rows' tensors are views of x: write them to a file, or read a file into them.
     """
     names = hf_names(name)
-    kv = config.n_kv_head * config.head_dim
-    sizes = {1: [len(x)], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    sizes = config.packed_rows.get(module, (len(x),))
     if name.endswith("lora_a"):  # the same number of rows for each matrix
         sizes = [len(x) // len(names)] * len(names)
     if sum(sizes) != len(x):  # a state whose rows differ from its parameter's stays whole, under our name
-        names, sizes = [name], [len(x)]
+        names = [name]
+        sizes = [len(x)]
     begin, rows, writes = rows_of(x)
-    found, start = [], 0
+    found = []
+    start = 0
     for hf_name, size in zip(names, sizes, strict=True):
         first, last = max(begin, start), min(begin + len(rows), start + size)
         part = rows[first - begin : last - begin] if first < last else rows[:0]

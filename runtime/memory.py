@@ -33,6 +33,7 @@ import torch
 
 from kernels import use_fp8
 from kernels.attention import triton_suits
+from kernels.linear import packed_rows
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw import AdamW
@@ -41,7 +42,7 @@ from optimizers.on_device import OnDevice
 from optimizers.rule import Rule
 
 GIB = 2**30
-Named = tuple[str, torch.Tensor]  # a parameter's name, and the parameter
+Named = tuple[str, torch.Tensor, tuple[int, ...]]  # a parameter's name, the parameter, the rows of its matrices
 
 
 @dataclass(frozen=True)
@@ -126,20 +127,22 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
             use_fp8(model)
         if run.lora_rank:
             add_lora(model, run.lora_rank, 1.0, run.quantize_base)
-    root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
-    return list(model.layers.named_parameters("layers")), root
+    packed = packed_rows(model)
+    named = [(name, p, packed.get(name, (len(p),))) for name, p in model.named_parameters()]
+    block = [each for each in named if each[0].startswith("layers.")]
+    return block, [each for each in named if not each[0].startswith("layers.")]
 
 
 def n_params(c: LlamaConfig) -> int:
     return Step(c, RunShape(1)).all.n
 
 
-def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
+def state_bytes(name: str, parameter: torch.Tensor, rows: tuple[int, ...], run: RunShape) -> int:
     """Bytes of a parameter's states and of what the place keeps of its master, over all ranks of a copy."""
     place = OnDevice if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
     n_bytes = master.itemsize * parameter.numel() if master else 0
-    for shape, dtype in run.rule.states(name, parameter).values():
+    for shape, dtype in run.rule.states(name, parameter.shape, rows).values():
         copies = 1 if shape[0] == len(parameter) else run.shard_ranks  # sharded by rows; else whole on each rank
         n_bytes += math.prod(shape) * dtype.itemsize * copies
     return n_bytes
@@ -149,12 +152,12 @@ class Group:
     """Parameters that are gathered, computed and reduced together: their number, and the bytes of each kind."""
 
     def __init__(self, name: str, parameters: list[Named], run: RunShape):
-        trained = [(key, p) for key, p in parameters if p.requires_grad]
-        self.name, self.n = name, sum(p.numel() for _, p in parameters)
-        self.weights = sum(p.nbytes for _, p in parameters)  # as the projections store them
-        self.gradients = sum(p.nbytes for _, p in trained)
-        self.wide = sum(4 * p.numel() for _, p in trained)  # gradients in float32
-        self.states = sum(state_bytes(key, p, run) for key, p in trained)  # the optimizer's, with the masters
+        trained = [each for each in parameters if each[1].requires_grad]
+        self.name, self.n = name, sum(p.numel() for _, p, _ in parameters)
+        self.weights = sum(p.nbytes for _, p, _ in parameters)  # as the projections store them
+        self.gradients = sum(p.nbytes for _, p, _ in trained)
+        self.wide = sum(4 * p.numel() for _, p, _ in trained)  # gradients in float32
+        self.states = sum(state_bytes(*each, run) for each in trained)  # the optimizer's, with the masters
 
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:

@@ -51,7 +51,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     step, found = Step(config, run), []
     if run.offload != "none":
         if run.offload_dir:  # the pieces of the state on the drive pass through buffers
-            piece = max(min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in step.parameters)
+            piece = max(min(PIECE / each[1].numel(), 1) * state_bytes(*each, run) for each in step.parameters)
             found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
         else:
             found += step.masters_and_states()

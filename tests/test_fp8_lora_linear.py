@@ -24,9 +24,9 @@ pytestmark = needs_fp8
 
 
 def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
-    base = Linear(n_in, sum(rows)).to(DEVICE, BF16)
+    base = Linear(n_in, *rows).to(DEVICE, BF16)
     torch.nn.init.normal_(base.weight, std=n_in**-0.5)
-    layer = kind(base, rows, RANK, 5.0)
+    layer = kind(base, RANK, 5.0)
     if adapters:
         torch.nn.init.normal_(layer.lora_b, std=0.5)
     return layer, base.weight.detach().clone()

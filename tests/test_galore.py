@@ -5,13 +5,13 @@ import zlib
 import pytest
 import torch
 
+from kernels.linear import packed_rows
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.galore import GaLore, renew
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Ranks
-from runtime.hf_names import stacked_rows
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -26,9 +26,11 @@ def low_rank(shape):
 
 
 def set_gradients(model):
+    packed = packed_rows(model)
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            p.grad = torch.cat([low_rank((rows, p.shape[1])) for rows in stacked_rows(name, p.shape)]).to(p.dtype)
+            parts = [low_rank((rows, p.shape[1])) for rows in packed.get(name, (len(p),))]
+            p.grad = torch.cat(parts).to(p.dtype)
         else:
             p.grad = torch.randn(p.shape).to(p.dtype)
 
@@ -54,14 +56,14 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
     exact = {}  # (name, i): w, basis, m, v
     for name, p in model.named_parameters():
         if name.startswith("layers.") and p.ndim == 2:
-            for i, w in enumerate(p.detach().double().split(stacked_rows(name, p.shape))):
+            for i, w in enumerate(p.detach().double().split(optimizer.place.rows[name])):
                 exact[name, i] = [w, None, 0.0, 0.0]
     assert len(exact) == 7 * CONFIG.n_layer
     for t in range(1, 6):
         set_gradients(model)
         for (name, i), state in exact.items():
             p = model.get_parameter(name)
-            g, (w, q, m, v) = p.grad.double().split(stacked_rows(name, p.shape))[i], state
+            g, (w, q, m, v) = p.grad.double().split(optimizer.place.rows[name])[i], state
             if t in (1, 4):
                 new = torch.linalg.svd(g, full_matrices=False).Vh[:RANK].T
                 q = new if q is None else new * torch.where((new * q).sum(0) < 0, -1.0, 1.0)
@@ -72,7 +74,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
         optimizer.step(lr=0.01)
     for name, p in model.named_parameters():
         if (name, 0) in exact:
-            expected = torch.cat([exact[name, i][0] for i in range(len(stacked_rows(name, p.shape)))])
+            expected = torch.cat([exact[name, i][0] for i in range(len(optimizer.place.rows[name]))])
             off = (p.detach().double() - expected).norm() / (expected - before[name]).norm()
             assert off < 1e-2, f"{name} is off by {off:.1e} of its way: more than the iteration's error"
             states = optimizer.place.states[name]

@@ -131,7 +131,7 @@ def test_invalid_arguments_raise_value_errors_that_say_what_was_found(name, argu
 @pytest.mark.parametrize("name", ["add_norm_linear", "add_norm_mlp", "linear_cross_entropy", "lora"])
 def test_matmuls_under_autocast_are_refused(name):
     if name == "lora":
-        function, inputs, constants = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), (2,), 1, 1.0), (X,), ()
+        function, inputs, constants = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), 1, 1.0), (X,), ()
     else:
         function, (inputs, constants) = OPERATIONS[name].function, OPERATIONS[name].inputs(3, 8, FP32)
     with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match="not run under torch.autocast: cast"):

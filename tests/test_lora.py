@@ -11,7 +11,7 @@ import transformers
 
 from convert import convert
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
-from lora import add_lora, merge_lora, packed_rows
+from lora import add_lora, merge_lora
 from model import Execution, Llama, LlamaConfig
 from runtime.checkpoint import load_model, read_base
 from runtime.checkpoint_folder import open_folder
@@ -39,7 +39,7 @@ def adapted(quantize_base, **how):
         if isinstance(module, LoRALinear):
             torch.nn.init.normal_(module.lora_b, std=0.1)
         if isinstance(module, NF4LoRALinear):  # each published matrix by itself, as bitsandbytes has them
-            matrices = dense[f"{name}.weight"].split(packed_rows(TINY)[name.rpartition(".")[2]])
+            matrices = dense[f"{name}.weight"].split(module.rows)
             back = [dequantize_nf4(quantize_nf4(w.float()), torch.empty_like(w)) for w in matrices]
             dense[f"{name}.weight"] = torch.cat(back)
     return model, dense
@@ -66,12 +66,12 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(qu
     # also in chunks of the MLP
     how = dict(checkpointing="full", mlp_chunks=2) if fused else dict(kernels="none")
     model, dense = adapted(quantize_base, attention="sdpa", **how)
-    rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
+    leaves, weights = {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
             leaves[name] = p.detach().clone().requires_grad_()
     for name in [name.removesuffix(".lora_a") for name in leaves if name.endswith("lora_a")]:
-        a, b = leaves[f"{name}.lora_a"].split(3), leaves[f"{name}.lora_b"].split(rows[name.rpartition(".")[2]])
+        a, b = leaves[f"{name}.lora_a"].split(3), leaves[f"{name}.lora_b"].split(model.get_submodule(name).rows)
         weights[f"{name}.weight"] = dense[f"{name}.weight"] + 5 / 3 * torch.cat(
             [b_i @ a_i for a_i, b_i in zip(a, b, strict=True)]
         )

@@ -27,7 +27,7 @@ def randn(*shape):
 
 
 def adapted(n_in, *rows, rank=3, alpha=5.0, dtype=FP64):
-    layer = LoRALinear(Linear(n_in, sum(rows)), rows, rank, alpha).to(DEVICE, dtype)
+    layer = LoRALinear(Linear(n_in, *rows), rank, alpha).to(DEVICE, dtype)
     torch.nn.init.normal_(layer.lora_b)
     return layer
 
@@ -128,8 +128,8 @@ def test_either_adapter_may_be_frozen():
 
 
 def test_fresh_adapters_change_nothing():
-    base, x = Linear(12, 16).to(DEVICE, FP64), randn(5, 12)
-    layer = LoRALinear(base, (8, 8), 3, 5.0)
+    base, x = Linear(12, 8, 8).to(DEVICE, FP64), randn(5, 12)
+    layer = LoRALinear(base, 3, 5.0)
     assert torch.equal(layer(x), base(x)) and layer.lora_a.shape == (6, 12)
     assert 0 < layer.lora_a.abs().max() <= 12**-0.5 and not layer.weight.requires_grad
     assert list(layer.state_dict()) == ["weight", "lora_a", "lora_b"]
@@ -153,12 +153,6 @@ def test_inputs_that_do_not_fit_are_refused(columns, dtype):
     message = f"weight (16, 12) with adapters in torch.float64: expected {dtype} (outputs, {columns})"
     with pytest.raises(ValueError, match=re.escape(message)):
         adapted(12, 8, 8)(randn(5, columns).to(dtype))
-
-
-@pytest.mark.parametrize("rows, rank", [((8, 4), 3), ((8, 8), 0)])
-def test_rows_and_ranks_that_do_not_fit_are_refused(rows, rank):
-    with pytest.raises(ValueError, match=re.escape(f"rank {rank} and rows {rows}: expected a rank of at least 1, 16")):
-        LoRALinear(Linear(12, 16), rows, rank, 1.0)
 
 
 @pytest.mark.parametrize("options", SLICES if DEVICE == "cuda" else SLICES[::2], ids=str)

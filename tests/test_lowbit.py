@@ -241,7 +241,7 @@ def test_nf4_needs_no_temporary_as_large_as_the_weight():
 
 def test_a_projection_becomes_nf4_without_a_copy_in_float32(monkeypatch):
     monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # weights that the reference takes at once
-    layer = NF4LoRALinear(Linear(256, 512), (256, 256), 4, 8.0)
+    layer = NF4LoRALinear(Linear(256, 256, 256), 4, 8.0)
     weight = (0.02 * torch.randn(512, 256, device=DEVICE)).to(BF16)
     with Watch() as seen:
         layer.quantize(weight)

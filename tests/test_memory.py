@@ -281,7 +281,7 @@ N_1B = 1_235_814_400
 
 def test_parameters_are_those_of_a_block_and_of_the_root():
     _, root = memory.param_shapes(LLAMA_1B, RunShape(1))
-    assert memory.n_params(LLAMA_1B) == N_1B and sum(p.numel() for _, p in root) == 128_256 * 2_048 + 2_048
+    assert memory.n_params(LLAMA_1B) == N_1B and sum(p.numel() for _, p, _ in root) == 128_256 * 2_048 + 2_048
 
 
 def test_logits_and_gradient_of_the_head_by_hand():

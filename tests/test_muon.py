@@ -13,7 +13,6 @@ from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
-from runtime.hf_names import hf_names, stacked_rows
 from tests.runs import assert_close, numbers
 from tests.test_optimizers import llama
 
@@ -72,7 +71,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
     models = [llama(config), llama(config)]
     muon, adamw = (Optimizer(m, rule, OnDevice()) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
-    parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(stacked_rows(name, p.shape))]
+    parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(muon.place.rows[name])]
              for name, p in matrices.items()}  # fmt: skip
     assert sum(map(len, parts.values())) == 7 * config.n_layer
 
@@ -81,7 +80,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
             p.grad = gradients[name].clone()
         adamw.step(lr)
         for name in parts:
-            split = gradients[name].double().split(stacked_rows(name, matrices[name].shape))
+            split = gradients[name].double().split(muon.place.rows[name])
             parts[name] = [formula(*of, g, lr, 100 * lr, rule) for of, g in zip(parts[name], split, strict=True)]
 
     train_on_random_gradients(models[0], muon, watch=watch)
@@ -91,14 +90,6 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
             assert muon.place.states[name].keys() == rule.matrix_states(name, ours).keys()
         else:
             assert torch.equal(ours, theirs), name
-
-
-def test_stacked_rows_are_those_of_the_published_matrices():
-    for name, p in llama(CONFIG).named_parameters():
-        if p.ndim == 2:
-            rows = stacked_rows(name, p.shape)
-            assert len(rows) == len(hf_names(name)) and sum(rows) == len(p)
-    assert stacked_rows("layers.0.attn.qkv_proj.weight", torch.Size((32, 16))) == [16, 8, 8]
 
 
 def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):

@@ -194,14 +194,14 @@ def test_state_per_parameter_is_what_the_memory_estimate_counts(place, dtype, ru
     for name, parameter in model.named_parameters():
         masters = [place.masters[name]] if place.masters[name].data_ptr() != parameter.data_ptr() else []
         kept = sum(x.nbytes for x in (*place.states[name].values(), *masters))
-        assert kept == state_bytes(name, parameter, run), name
+        assert kept == state_bytes(name, parameter, place.rows[name], run), name
         total += kept
     assert expected is None or total == expected * model.n_params()
 
 
 def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
     run = RunShape(batch_size=1, dtype="float32", offload="optimizer")
-    assert state_bytes("", torch.empty(8, 8, device="meta"), run) == 12 * 64
+    assert state_bytes("", torch.empty(8, 8, device="meta"), (8,), run) == 12 * 64
 
 
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
@@ -303,7 +303,7 @@ def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another_rule(
 
 def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
     def states(*shape):
-        found = AdamW8bit().states("", torch.empty(shape, device="meta"))
+        found = AdamW8bit().states("", shape, shape[:1])
         return [(str(dtype)[6:], *shape) for shape, dtype in found.values()]
 
     assert states(257, 512) == [("uint8", 257, 512)] * 2 + [("float32", 257, 2)] * 2
