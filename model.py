@@ -34,8 +34,10 @@ from kernels.linear_cross_entropy import default_chunk_tokens
 from kernels.offload_activations import OffloadedActivations
 from kernels.recompute import recomputed
 
-# config.json's model_type. Rename it when you change what this file computes, say SiLU to GELU: other software then
-# refuses the weights, instead of computing something else with them. (New weights: OWN in runtime/hf_names.py.)
+ACTIVATION = "silu"  # of the MLP's gate; kernels/glu.py also has gelu_tanh and gelu
+# config.json's model_type. Rename it when you change what this file computes: other software then refuses the weights,
+# instead of computing something else with them. Another ACTIVATION, and new weights (OWN in runtime/hf_names.py),
+# rename it by themselves.
 MODEL_TYPE = "llama"
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
@@ -257,7 +259,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The matrices of down_proj(silu(gate) · up). Block computes it, together with the norm before it."""
+    """The matrices of down_proj(act(gate) · up). Block computes it, together with the norm before it."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -305,7 +307,7 @@ class Block(nn.Module):
         del qkv  # the MLP needs the memory
         # x += delta; delta = mlp(mlp_norm(x))
         delta, x = ops.add_norm_mlp(
-            x, delta, self.mlp_norm, self.mlp.gate_up_proj, self.mlp.down_proj, "silu",
+            x, delta, self.mlp_norm, self.mlp.gate_up_proj, self.mlp.down_proj, ACTIVATION,
             save_gate_up=self.how.checkpointing != "selective" and chunks == 1,
             skip_down_proj=for_backward, chunks=chunks,
         )  # fmt: skip
@@ -358,7 +360,8 @@ def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Writes a whole weight into a parameter; if that is sharded, each rank writes its own part."""
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter, whole = parameter.to_local(), whole.to_local()
+        parameter = parameter.to_local()
+        whole = whole.to_local()
     parameter.copy_(whole)
 
 
@@ -415,16 +418,18 @@ class Llama(nn.Module):
         if caches and doc_starts is not None:
             raise ValueError("doc_starts with caches: generation treats each row as one document")
         if caches and n_time > 1:
-            held, n_positions = caches[0].lengths.tolist(), caches[0].k.shape[1]
-            end = held[0] + n_time
-            if len(set(held)) > 1 or end > n_positions:
-                raise ValueError(f"{n_time} tokens per row do not fit after {held} in caches of {n_positions}")
+            lengths = caches[0].lengths.tolist()
+            n_positions = caches[0].k.shape[1]
+            end = lengths[0] + n_time
+            if len(set(lengths)) > 1 or end > n_positions:
+                raise ValueError(f"{n_time} tokens per row do not fit after {lengths} in caches of {n_positions}")
             caches = [cache._replace(k=cache.k[:, :end], v=cache.v[:, :end]) for cache in caches]
         x = self.tok_embeddings(tokens)  # (B, T, C)
         delta = None
         if caches:
             positions = caches[0].lengths[:, None] + torch.arange(n_time, device=tokens.device)  # (B, T)
-            cos, sin = caches[0].cos[positions], caches[0].sin[positions]
+            cos = caches[0].cos[positions]
+            sin = caches[0].sin[positions]
         else:
             # The kernels rotate q and k in fp32, so the tables stay fp32 even with bf16 weights.
             wide = torch.promote_types(x.dtype, torch.float32)

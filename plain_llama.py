@@ -13,11 +13,16 @@ function for a norm and what reads it, logits in chunks, recomputation.
 B batch, T time, C n_embd, H query heads, K key/value heads, D head size, F ffn_dim, V vocabulary.
 """
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import model
 from model import LlamaConfig, rope_tables
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 
 
 def rotate(x, cos, sin):
@@ -57,7 +62,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.ffn_dim, c.n_embd, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        activation = ACTIVATIONS[model.ACTIVATION]
+        return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

@@ -59,7 +59,8 @@ class _AddNormMLP(torch.autograd.Function):
         x, delta, norm_weight, eps, projections, activation, save_gate_up, skip_down_proj, chunks, *tensors = inputs
         gate_up_proj, down_proj = projections
         n = len(gate_up_proj.tensors())
-        of_gate_up, of_down = tensors[:n], tensors[n:]
+        of_gate_up = tensors[:n]
+        of_down = tensors[n:]
         normed, total, rstd = rms_norm_forward(
             x, delta, norm_weight, eps, need_y=save_gate_up or not skip_down_proj, float8=gate_up_proj.float8_input
         )
@@ -91,10 +92,12 @@ class _AddNormMLP(torch.autograd.Function):
         gate_up_proj, down_proj = ctx.projections
         total, norm_weight, rstd, saved_gate_up, *tensors = ctx.saved_tensors
         n = len(gate_up_proj.tensors())
-        of_gate_up, of_down = tensors[:n], tensors[n:]
+        of_gate_up = tensors[:n]
+        of_down = tensors[n:]
         need_dx, need_ddelta, need_dnorm, *_ = ctx.needs_input_grad
         needed = ctx.needs_input_grad[-len(tensors) :]
-        total_rows, dy_rows = as_rows(total), as_rows(dy)
+        total_rows = as_rows(total)
+        dy_rows = as_rows(dy)
         w8, t = gate_up_proj.round_weight(*of_gate_up)
         overwrite = saved_gate_up is None or saved_is_ours()
         several = ctx.chunks > 1

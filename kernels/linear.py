@@ -95,7 +95,8 @@ def check_weight(name, weight, n_in, dtype):
 
 def product(dy, x, total=None, first=True):
     """dyᵀ x; with total, added to it in total's dtype, or written to it if this is the first of several."""
-    dy, x = as_rows(dy), as_rows(x)
+    dy = as_rows(dy)
+    x = as_rows(x)
     if total is None:
         return dy.T @ x
     accumulate(total, dy.T, x, first)

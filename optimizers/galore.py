@@ -48,51 +48,44 @@ class GaLore(MatrixRule):
         return self.adamw.states(name, (n_rows, self.rank), rows) | {"basis": (basis, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, ranks):
-        adam_scalars = at_unit_rate(scalars)
+        # At a learning rate of -1 AdamW turns a zero into Adam's step. Zeros do not decay.
+        adam_scalars = scalars.clone()
+        adam_scalars[1] = -1.0
         for shard in shards:
-            basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
-            grad, parts = shard.grad.float(), local_parts(shard, ranks.shard)
+            moments = dict(shard.states)
+            bases = moments.pop("basis")
+            grad = shard.grad.float()
+            n_rows = local_rows(shard, ranks.shard)  # of each matrix packed in the weight
             if step % self.interval == 0:
-                for g, q in zip(grad.split(parts), basis, strict=True):
-                    renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), ranks)
+                seed = None if step else zlib.crc32(shard.name.encode())
+                for g, q in zip(grad.split(n_rows), bases, strict=True):
+                    renew(q, g, scalars[0].isfinite(), seed, ranks)
             if grad.numel():
-                projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
-                n = adam_step(self.adamw, projected, moments, adam_scalars)
-                direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
+                projected = torch.cat([g @ q for g, q in zip(grad.split(n_rows), bases, strict=True)])
+                n = torch.zeros_like(projected)
+                self.adamw.step_on_device(n, projected, n, moments, adam_scalars)
+                direction = torch.cat([x @ q.T for x, q in zip(n.split(n_rows), bases, strict=True)])
                 scale = (shard.shape[1] / self.rank) ** 0.5
                 sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
 
 
-def at_unit_rate(scalars: torch.Tensor) -> torch.Tensor:
-    """Scalars for a learning rate of -1, with which AdamW turns a zero into its step. Zeros do not decay."""
-    return torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
-
-
-def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars: torch.Tensor) -> torch.Tensor:
-    """Adam's step for a projected gradient, in its shape, without learning rate and decay. Updates the moments.
-
-    adam_scalars: at_unit_rate(scalars), once for all matrices.
-    """
-    n = torch.zeros_like(projected)
-    if n.numel():
-        adamw.step_on_device(n, projected, n, moments, adam_scalars)
-    return n
-
-
-def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
+def local_rows(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     """How many of this rank's rows belong to each matrix packed in a weight. FSDP splits like torch.chunk."""
-    held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
-    begin = held * (dist.get_rank(group) if group else 0)
-    edges = accumulate(shard.rows, initial=-begin)  # relative to this rank's first row
-    return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
+    n_ranks = dist.get_world_size(group) if group else 1
+    rank = dist.get_rank(group) if group else 0
+    first = -(-shard.shape[0] // n_ranks) * rank
+    # where each matrix begins and ends, counted from this rank's first row, as far as the rank has it
+    bounds = [min(max(row, 0), len(shard.grad)) for row in accumulate(shard.rows, initial=-first)]
+    return [end - begin for begin, end in pairwise(bounds)]
 
 
-def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, ranks: Ranks) -> None:
+def renew(basis: torch.Tensor, grad: torch.Tensor, finite: torch.Tensor, seed: int | None, ranks: Ranks) -> None:
     """Sets basis (columns, rank) to the leading right singular vectors of a matrix; grad is this rank's rows of it.
 
-    seed: for the first basis; None: start from the current one. Unless live, nothing changes. Waits for the GPU.
+    seed: for the first basis; None: start from the current one. Unless finite, nothing changes. Waits for the GPU.
     """
-    grad, q = torch.where(live, grad, 0.0), basis
+    grad = torch.where(finite, grad, 0.0)
+    q = basis
     if seed is not None:
         generator = torch.Generator(basis.device).manual_seed(seed)
         q = torch.randn(basis.shape, generator=generator, device=basis.device, dtype=torch.float32)
@@ -101,4 +94,4 @@ def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int
     projected = grad @ q
     q = (q @ torch.linalg.eigh(ranks.sum(projected.T @ projected)).eigenvectors).flip(1)  # the largest first
     q = q * torch.where((q * basis).sum(0) < 0, -1.0, 1.0)  # so that the moments keep their signs
-    basis.copy_(torch.where(live, q, basis))
+    basis.copy_(torch.where(finite, q, basis))

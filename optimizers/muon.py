@@ -72,22 +72,25 @@ class Muon(MatrixRule):
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
                 next(a_round, None)
 
-    def _round(self, shards: list[Shard], scalars: torch.Tensor, ranks: int, group):
+    def _round(self, shards: list[Shard], scalars: torch.Tensor, n_ranks: int, group):
         """A generator with three stages; rows are in flight between them."""
         n_rows, n_columns = shards[0].shape
         rows = shards[0].rows
-        owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices per rank; rows per rank, as in FSDP
-        x = self._momenta(shards, scalars[0], owned * ranks, held)  # the missing matrices and rows are zeros
-        sent = exchange(x, group)
+        owned = -(-len(shards) // n_ranks)  # matrices per rank
+        rank_rows = -(-n_rows // n_ranks)  # rows per rank, as in FSDP
+        x = self._momenta(shards, scalars[0], owned * n_ranks, rank_rows)  # the missing matrices and rows are zeros
+        received, work = exchange(x, group)
         yield
-        x = arrived(sent).view(ranks, owned, held, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
+        wait_for(work)
+        x = received.view(n_ranks, owned, rank_rows, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
         for matrices in x[:, :n_rows].split(rows, dim=1):
             matrices.copy_(orthogonalize(matrices))
-        x = x.view(owned, ranks, held, n_columns).transpose(0, 1).reshape(-1, held, n_columns)
-        sent = exchange(x, group)
+        x = x.view(owned, n_ranks, rank_rows, n_columns).transpose(0, 1).reshape(-1, rank_rows, n_columns)
+        received, work = exchange(x, group)
         yield
+        wait_for(work)
         side = max(*rows, n_columns)  # k and v have no more rows than columns
-        for shard, o in zip(shards, arrived(sent), strict=False):
+        for shard, o in zip(shards, received, strict=False):
             if shard.grad.numel():
                 direction, factor = self.scaled(o[: len(shard.grad)], shard.states, side, scalars)
                 sgdw(shard.parameter, direction, shard.master, scalars, factor, self.adamw.weight_decay)
@@ -96,29 +99,28 @@ class Muon(MatrixRule):
         """The direction and length of the step at a learning rate of 1, for some rows of O. side: O's longer side."""
         return o, 0.2 * math.sqrt(side)
 
-    def _momenta(self, shards, scale, n: int, held: int) -> torch.Tensor:
-        """This rank's rows of u of each matrix, (n, held, columns), after a step of the momenta."""
+    def _momenta(self, shards, scale, n: int, rank_rows: int) -> torch.Tensor:
+        """This rank's rows of u of each matrix, (n, rank_rows, columns), after a step of the momenta."""
         first = shards[0].grad
         dtype = torch.bfloat16 if first.is_cuda else torch.float32
-        x, live = torch.zeros(n, held, first.shape[1], dtype=dtype, device=first.device), scale.isfinite()
+        x = torch.zeros(n, rank_rows, first.shape[1], dtype=dtype, device=first.device)
+        finite = scale.isfinite()
         for shard, u in zip(shards, x, strict=False):
             m = shard.states["momentum"]
-            g = torch.where(live, shard.grad.float() * scale, m)  # if not live, m stays exactly as it is
+            g = torch.where(finite, shard.grad.float() * scale, m)  # if not finite, m stays exactly as it is
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):
-    """Splits x into one equal part per rank and sends part i to rank i. Returns what `arrived` waits for."""
+    """Splits x into one equal part per rank and sends part i to rank i. Returns what arrives, once wait_for(work)."""
     if group is None:
         return x, None
     received = torch.empty_like(x)
     return received, dist.all_to_all_single(received, x, group=group, async_op=True)
 
 
-def arrived(sent) -> torch.Tensor:
-    x, work = sent
+def wait_for(work) -> None:
     if work is not None:
         work.wait()  # on a GPU the stream waits, not the CPU
-    return x

@@ -21,7 +21,8 @@ class NorMuon(Muon):
         return super().matrix_states(name, shape, rows) | {"row_avg_sq": ((shape[0], 1), torch.float32)}
 
     def scaled(self, o, states, side, scalars):
-        o, r = o.float(), states["row_avg_sq"]
+        o = o.float()
+        r = states["row_avg_sq"]
         square = o.square().mean(dim=1, keepdim=True)
         r.lerp_(torch.where(scalars[0].isfinite(), square, r), 1 - self.adamw.betas[1])
         return o / (r.sqrt() * scalars[3] + 1e-8), 0.2

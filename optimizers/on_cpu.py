@@ -27,7 +27,7 @@ import torch
 from kernels.c_library import c_library, not_used
 from kernels.pinned_memory import pinned_empty
 from optimizers.on_device import gradient_of
-from optimizers.place import Place, cpu_param
+from optimizers.place import Place
 from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
 from runtime.stream_weights import StreamedWeights
 
@@ -46,6 +46,11 @@ def sum_of_squares(x: torch.Tensor) -> float:
     return sum(torch.dot(part, part).item() for part in in_float32(x))
 
 
+def group_of(name: str) -> str:
+    """The group of a parameter: 'layers.3.' or '', the root's."""
+    return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
+
+
 class OnCPU(Place):
     """streamed: the model's weights, if they stay in CPU memory and FSDP does not move them."""
 
@@ -54,6 +59,8 @@ class OnCPU(Place):
 
     def __init__(self, streamed: StreamedWeights | None = None):
         self.streamed = streamed
+        if streamed is not None:
+            self.cpu_weights = streamed.cpu_weights
 
     @staticmethod
     def master_dtype(dtype, same_device):
@@ -67,22 +74,24 @@ class OnCPU(Place):
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
         self.worker = worker_thread()  # runs tasks in order: sums, then updates, then the next sums
-        self.busy: list[Future] = []  # work on gradients since the last update
+        self.pending: list[Future] = []  # work on gradients since the last update
         self.updating: dict[str, Future] = {}  # by group
         self.sums_are_stale = True  # the sums are those of an earlier step
-        self.pinned_grads, self.norms = {}, {}  # memory for gradients from the GPU; norms of those that have arrived
+        self.pinned_grads = {}  # memory for gradients from the GPU
+        self.norms = {}  # of those that have arrived
+        self.copying = []  # the gradients being copied, all of one group
+        self.copying_group = None
         on_gpu = local(next(iter(parameters.values()))).is_cuda  # then all are on the GPU
         self.stream = torch.cuda.Stream() if on_gpu else None
-        self.copying, self.copying_group = [], None  # the gradients being copied, all of one group
         # By module: the root's own parameters, then each layer's.
-        layers = {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
-        root = [name for name in parameters if not name.startswith("layers.")]
-        self.groups = {"": root} | {
-            prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers
-        }
-        for group, module in ({"": model} | layers).items():
+        modules = {"": model} | {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
+        self.groups = {group: [] for group in modules}
+        for name in parameters:
+            self.groups[group_of(name)].append(name)
+        for group, module in modules.items():
             module.register_forward_pre_hook(partial(torch.compiler.disable(self._wait_for), group), prepend=True)
-            for name in self.groups[group] if on_gpu else []:
+        for group, names in self.groups.items() if on_gpu else ():
+            for name in names:
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
@@ -103,8 +112,8 @@ class OnCPU(Place):
                 copied.synchronize()
 
     def _finish_sums(self):
-        while self.busy:
-            self.busy.pop().result()
+        while self.pending:
+            self.pending.pop().result()
 
     def finish(self):
         for group in self.groups:
@@ -141,8 +150,10 @@ class OnCPU(Place):
 
     def _offloaded_grads(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, on the CPU. Those from the GPU are valid once the stream is done."""
-        return {name: self.pinned_grads[name] if name in self.norms else local(gradient_of(name, p))
-                for name, p in self.parameters.items()}  # fmt: skip
+        grads = {}
+        for name, parameter in self.parameters.items():
+            grads[name] = self.pinned_grads[name] if name in self.norms else local(gradient_of(name, parameter))
+        return grads
 
     def drop_grads(self):
         super().drop_grads()
@@ -151,7 +162,8 @@ class OnCPU(Place):
     def accumulate(self):
         """Adds a micro-batch's gradients to the sums while the GPU continues."""
         self._finish_sums()  # else a slow CPU would keep the gradients of many micro-batches
-        grads, arrived = self._offloaded_grads(), self.stream.record_event() if self.stream else None
+        grads = self._offloaded_grads()
+        arrived = self.stream.record_event() if self.stream else None
 
         @torch.no_grad()
         def add():
@@ -166,13 +178,13 @@ class OnCPU(Place):
                         total.add_(part)
             self.sums_are_stale = False
 
-        self.busy.append(self.worker.submit(add))
+        self.pending.append(self.worker.submit(add))
         self.drop_grads()
 
     def gradients(self):
         self._finish_sums()
-        came = self.norms or any(p.grad is not None for p in self.parameters.values())
-        if self.sums and (came or self.sums_are_stale):  # as on the GPU
+        has_new_grads = self.norms or any(p.grad is not None for p in self.parameters.values())
+        if self.sums and (has_new_grads or self.sums_are_stale):  # as in OnDevice
             self.accumulate()
         if self.stream is not None:
             self.stream.synchronize()
@@ -191,28 +203,28 @@ class OnCPU(Place):
 
     def update(self, scale, lr, t):
         """Starts the update, which continues during the next forward."""
-        numbers = scale.item(), lr.item(), t.item()
-        if math.isfinite(numbers[0]):
+        scalars = scale.item(), lr.item(), t.item()
+        if math.isfinite(scalars[0]):
             grads = self.gradients()
             if self.streamed is not None:
                 self.streamed.forget()
             for group, names in self.groups.items():
-                self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, numbers)
+                self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, scalars)
         self.sums_are_stale = True  # the next step's first micro-batch overwrites them
         self.drop_grads()
 
     @torch.no_grad()
-    def _update(self, grads: dict[str, torch.Tensor], numbers) -> torch.cuda.Event | None:
+    def _update(self, grads: dict[str, torch.Tensor], scalars) -> torch.cuda.Event | None:
         """Updates a group's parameters. Returns the event of their arrival on the GPU."""
         for name, grad in grads.items():
-            parameter = local(cpu_param(self.parameters[name]))
+            parameter = local(self.weight(name))
             new = self.pinned_grads[name] if parameter.is_cuda else parameter
             if grad.numel():  # a rank may hold nothing of a small parameter
-                self._step(name, new, grad, numbers)
+                self._step(name, new, grad, scalars)
             if parameter.is_cuda:
                 with torch.cuda.stream(self.stream):
                     parameter.copy_(new, non_blocking=True)
         return self.stream.record_event() if self.stream else None
 
-    def _step(self, name: str, new: torch.Tensor, grad: torch.Tensor, numbers):
-        self.rule.step_on_cpu(new, grad, *self.local_states(name), *numbers)
+    def _step(self, name: str, new: torch.Tensor, grad: torch.Tensor, scalars):
+        self.rule.step_on_cpu(new, grad, *self.local_states(name), *scalars)

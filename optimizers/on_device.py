@@ -22,7 +22,9 @@ def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
 class OnDevice(Place):
     @staticmethod
     def master_dtype(dtype, same_device):
-        return {torch.float32: None, torch.bfloat16: torch.int16}.get(dtype, torch.float32)
+        if dtype == torch.float32:
+            return None
+        return torch.int16 if dtype == torch.bfloat16 else torch.float32
 
     def accumulate(self):
         # bfloat16 sums would lose small terms, and a CUDA graph overwrites its gradients instead of adding to them.
@@ -35,16 +37,17 @@ class OnDevice(Place):
     def gradients(self):
         if self.sums and any(p.grad is not None for p in self.parameters.values()):
             self.accumulate()  # the last micro-batch, or the only one of a step after one with several
-        return {name: local(self.sums[name] if name in self.sums else gradient_of(name, p))
-                for name, p in self.parameters.items()}  # fmt: skip
+        if self.sums:
+            return {name: local(total) for name, total in self.sums.items()}
+        return {name: local(gradient_of(name, p)) for name, p in self.parameters.items()}
 
     def norm(self) -> torch.Tensor:
         # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
-        grads, float32 = list(self.gradients().values()), {"dtype": torch.float32}
+        grads = list(self.gradients().values())
         if hasattr(torch, "_foreach_norm"):  # one launch for all, but private
-            norms = torch._foreach_norm(grads, 2, **float32)
+            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
         else:
-            norms = [torch.linalg.vector_norm(grad, **float32) for grad in grads]
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):

@@ -42,10 +42,11 @@ class Piece(NamedTuple):
     pages: dict[str, torch.Tensor]  # their memory in whole pages
 
 
-def rows_at_once(kept: list[torch.Tensor]) -> int:
+def rows_at_once(tensors: list[torch.Tensor]) -> int:
     """How many rows a piece has, so that it begins at a page in each tensor's part of the file."""
-    n_rows, n = len(kept[0]), max(x.numel() for x in kept)
-    step = math.lcm(*(PAGE // math.gcd(PAGE, x.nbytes // n_rows) for x in kept))
+    n_rows = len(tensors[0])
+    n = max(x.numel() for x in tensors)
+    step = math.lcm(*(PAGE // math.gcd(PAGE, x.nbytes // n_rows) for x in tensors))
     return max(PIECE * n_rows // n // step, 1) * step
 
 
@@ -61,10 +62,10 @@ class OnDisk(OnCPU):
     def attach(self, model, parameters, rule):
         super().attach(model, parameters, rule)
         names = [name for group in self.groups.values() for name in group]  # in the order of the updates
-        cuts = [(name, rows, kept) for name in names for rows, kept in self._cut(name)]
-        n_bytes = max((sum(whole_pages(x.nbytes) for x in kept.values()) for _, _, kept in cuts), default=0)
+        cuts = [(name, rows, in_file) for name in names for rows, in_file in self._cut(name)]
+        n_bytes = max((sum(whole_pages(x.nbytes) for x in in_file.values()) for _, _, in_file in cuts), default=0)
         self.buffers = [page_aligned(n_bytes) for _ in range(min(BUFFERS, len(cuts)))]
-        self.pieces = [self._piece(rows, kept, i % BUFFERS) for i, (_, rows, kept) in enumerate(cuts)]
+        self.pieces = [self._piece(rows, in_file, i % BUFFERS) for i, (_, rows, in_file) in enumerate(cuts)]
         self.pieces_of = {name: [i for i, cut in enumerate(cuts) if cut[0] == name] for name in names}
         self.moving: dict[int, Future] = {}  # fills the buffer of piece i; past the last piece, empties it
         self.used_as_tensors = True  # since the last update; at first, to copy the parameters into them
@@ -83,19 +84,21 @@ class OnDisk(OnCPU):
         master, states = self.local_states(name)
         if not master.numel():  # a rank may hold nothing of a small parameter
             return
-        kept = {state: x for state, x in {"": master, **states}.items() if self.file.holds(x)}
+        in_file = {state: x for state, x in {"": master, **states}.items() if self.file.holds(x)}
         n_rows = len(master)
-        n = rows_at_once(list(kept.values())) if kept else n_rows
+        n = rows_at_once(list(in_file.values())) if in_file else n_rows
         for first in range(0, n_rows, n):
             rows = slice(first, first + n)
-            yield rows, {state: x[rows] if n < n_rows else x for state, x in kept.items()}
+            yield rows, {state: x[rows] if n < n_rows else x for state, x in in_file.items()}
 
-    def _piece(self, rows, kept, buffer):
-        pages, left = {}, self.buffers[buffer]
-        for state, x in kept.items():
-            pages[state], left = left.tensor_split([whole_pages(x.nbytes)])
-        in_memory = {state: pages[state][: x.nbytes].view(x.dtype).view(x.shape) for state, x in kept.items()}
-        return Piece(rows, kept, in_memory, pages)
+    def _piece(self, rows, in_file, buffer):
+        pages = {}
+        in_memory = {}
+        free = self.buffers[buffer]
+        for state, x in in_file.items():
+            pages[state], free = free.tensor_split([whole_pages(x.nbytes)])
+            in_memory[state] = pages[state][: x.nbytes].view(x.dtype).view(x.shape)
+        return Piece(rows, in_file, in_memory, pages)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The update
@@ -111,18 +114,19 @@ class OnDisk(OnCPU):
         self.used_as_tensors = False
         super().update(scale, lr, t)
 
-    def _step(self, name, new, grad, numbers):
+    def _step(self, name, new, grad, scalars):
         for i in self.pieces_of[name]:
             if i == 0:
                 self._finish_moving()  # the last update may still be writing
                 for ahead in range(len(self.buffers)):
                     self.moving[ahead] = self.file.threads.submit(self._read, self.pieces[ahead])
             self.moving.pop(i).result()
-            rows, states = self.pieces[i].rows, dict(self.pieces[i].in_memory)
+            rows = self.pieces[i].rows
+            states = dict(self.pieces[i].in_memory)
             master = states.pop("", None)
             if master is None:  # the parameter is its own master
                 master = local(self.masters[name])[rows]
-            self.rule.step_on_cpu(new[rows], grad[rows], master, states, *numbers)
+            self.rule.step_on_cpu(new[rows], grad[rows], master, states, *scalars)
             self.moving[i + BUFFERS] = self.file.threads.submit(self._write_and_read_ahead, i)
 
     def _finish_moving(self):

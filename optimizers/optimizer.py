@@ -15,10 +15,10 @@ from torch import nn
 
 from kernels.adamw import split_halves
 from optimizers.loss_scale import LossScale
-from optimizers.place import Place, cpu_param
+from optimizers.place import Place
 from runtime.distributed import local
 
-PIECE = 2**24  # elements of a master that are split at a time
+SPLIT_AT_ONCE = 2**24  # elements of a master
 
 
 class Optimizer:
@@ -26,7 +26,8 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, scales_loss: bool = False):
         """grad_clip: gradients are scaled down to this norm; 0: never. scales_loss: for float16."""
-        self.place, self.grad_clip = place, grad_clip
+        self.place = place
+        self.grad_clip = grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient")
@@ -38,19 +39,14 @@ class Optimizer:
         self.loss_scale = LossScale(device) if scales_loss else None
 
     @property
-    def rule(self):
-        """Read-only: to change the rule for the next steps, set place.rule to one with the same states."""
-        return self.place.rule
-
-    @property
     def updates(self) -> int:
         """How many steps have changed the weights. Waits for the GPU."""
         return self._updates.item()
 
     def counters(self, step: int) -> dict:
         """For run.json after `step` steps: state that is not a parameter's tensor. Waits for the GPU."""
-        scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
-        return {"updates": self.updates} | scale
+        loss_scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
+        return {"updates": self.updates} | loss_scale
 
     def load_counters(self, run: dict) -> None:
         self._updates.fill_(run["updates"])
@@ -87,7 +83,9 @@ class Optimizer:
             inverse = self.loss_scale.inverse()
             norm = norm * inverse
         finite = norm < torch.inf  # isfinite is four kernels: 0.3% of the baby's step
-        scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
+        scale = torch.ones_like(norm)
+        if self.grad_clip:
+            scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         if self.loss_scale is not None:
             scale = scale * inverse
             self.loss_scale.update(finite)
@@ -97,37 +95,41 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """The norm of the gradients of all ranks, the loss scale still in it."""
-        norm, ranks = self.place.norm(), self.place.ranks
-        if ranks.shard is not None:
-            norm = ranks.sum(norm.square_()).sqrt_()
+        norm = self.place.norm()
+        if self.place.ranks.shard is not None:
+            norm = self.place.ranks.sum(norm.square_()).sqrt_()
         return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
 
     # ------------------------------------------------------------------------------------------------------------------
     # What a checkpoint holds
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """The live tensors of a checkpoint by (parameter's name, state's name), to be saved or loaded into.
+        """The tensors of a checkpoint by (parameter's name, state's name), to be saved or loaded into.
 
         State "" is the weight: the float32 master, or if it is in halves, the parameter; the other is "lower_half".
         """
         self.place.finish()
-        found = {}
+        tensors = {}
         for name, master in self.place.masters.items():
             if master.dtype == torch.int16:
-                found |= {(name, ""): self.parameters[name], (name, "lower_half"): master}
+                tensors[name, ""] = self.parameters[name]
+                tensors[name, "lower_half"] = master
             else:
-                found[name, ""] = master
-            found |= {(name, state): x for state, x in self.place.states[name].items()}
-        return {key: x.detach() for key, x in found.items()}
+                tensors[name, ""] = master
+            for state, x in self.place.states[name].items():
+                tensors[name, state] = x
+        return {key: x.detach() for key, x in tensors.items()}
 
     @torch.no_grad()
     def set_weight(self, name: str, whole: torch.Tensor) -> None:
         """Sets this rank's rows of a parameter and of its master from float32 ones on the CPU."""
-        parameter, master = local(cpu_param(self.parameters[name])), local(self.place.masters[name])
+        parameter = local(self.place.weight(name))
+        master = local(self.place.masters[name])
         if master.dtype != torch.int16:
             master.copy_(whole)
             parameter.copy_(master)
             return
         # In pieces: a GPU that barely fits the run has no room for a whole weight.
-        for piece, upper, lower in zip(*(x.view(-1).split(PIECE) for x in (whole, parameter, master)), strict=True):
-            split_halves(piece.to(upper.device), upper, lower)
+        pieces = (x.view(-1).split(SPLIT_AT_ONCE) for x in (whole, parameter, master))
+        for part, upper, lower in zip(*pieces, strict=True):
+            split_halves(part.to(upper.device), upper, lower)

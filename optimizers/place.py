@@ -2,15 +2,11 @@
 
 A place decides where they live and when gradients and parameters move: on_device.py, on_cpu.py, on_disk.py.
 
-    device                    of masters and states; None: each parameter's own
-    master_dtype(...)         of what is kept beside a parameter: its master, or the lower half of that
-    attach(...)               allocates masters and states
     accumulate()              after each of several micro-batches: adds the gradients to float32 sums
     gradients()               this rank's part of each, or of their sums, by parameter name
     norm()                    of these, as a scalar
     update(scale, lr, t)      updates all parameters if scale is finite; frees the gradients in any case
     finish()                  waits for updates that are still running
-    async_save                whether there is memory for copies, from which checkpoints are written during training
 """
 
 import torch
@@ -22,32 +18,31 @@ from optimizers.rule import Ranks
 from runtime.distributed import local
 
 
-def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter itself, or with streamed weights its copy in CPU memory (runtime/stream_weights.py)."""
-    return getattr(parameter, "cpu_param", parameter).detach()
-
-
 def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
     """Zeros on device. Under FSDP a state with the parameter's rows is split like it; others are whole on each rank."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=device)
-    mesh, placements, rows = parameter.device_mesh, parameter.placements, len(local(parameter))
-    if shape[0] != parameter.shape[0]:
-        placements, rows = [Replicate()] * mesh.ndim, shape[0]
-    part = torch.zeros(rows, *shape[1:], dtype=dtype)
+    mesh = parameter.device_mesh
+    if shape[0] == parameter.shape[0]:
+        placements = parameter.placements
+        n_rows = len(local(parameter))
+    else:
+        placements = [Replicate()] * mesh.ndim
+        n_rows = shape[0]
+    part = torch.zeros(n_rows, *shape[1:], dtype=dtype)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride).to(
-        device
-    )
+    state = DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return state.to(device)
 
 
 class Place:
-    device: str | None = None
-    async_save = True
+    device: str | None = None  # of masters and states; None: each parameter's own
     scalar_dtype = torch.float32  # of the norm and of scalars computed from it
+    async_save = True  # whether there is memory for copies, from which checkpoints are written during training
     step = 0  # of the run, counted by the CPU: a CUDA graph's replays are not
+    cpu_weights: dict[str, torch.Tensor] = {}  # by name, the weights that runtime/stream_weights.py keeps on the CPU
 
     @staticmethod
     def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
@@ -63,19 +58,25 @@ class Place:
         self.rule = rule
         packed = packed_rows(model)
         self.rows = {name: packed.get(name, tuple(p.shape[:1])) for name, p in parameters.items()}
+        groups = {}
         first = next(iter(parameters.values()))
-        names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()
-        groups = (first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate"))
-        self.ranks = Ranks(*groups)
-        self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
+        if isinstance(first, DTensor):
+            groups = {name: first.device_mesh.get_group(name) for name in first.device_mesh.mesh_dim_names}
+        self.ranks = Ranks(groups.get("shard"), groups.get("replicate"))
+        self.masters = {name: self._master(self.weight(name)) for name in parameters}
         self.states = {}
         for name, p in parameters.items():
             states = rule.states(name, p.shape, self.rows[name])
             self.states[name] = {key: self._new_state(p.detach(), *state) for key, state in states.items()}
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
 
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter where it is kept: the parameter itself, or with streamed weights its copy in CPU memory."""
+        return self.cpu_weights.get(name, self.parameters[name].detach())
+
     def _master(self, parameter):
-        dtype = self.master_dtype(parameter.dtype, self.device in (None, local(parameter).device.type))
+        same_device = self.device in (None, local(parameter).device.type)
+        dtype = self.master_dtype(parameter.dtype, same_device)
         if dtype is None:
             return parameter
         master = self._new_state(parameter.detach(), parameter.shape, dtype)

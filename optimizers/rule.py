@@ -92,10 +92,9 @@ class MatrixRule(Rule):
 
     def update(self, shards, scalars, step, ranks):
         matrices = [x for x in shards if is_matrix_of_a_block(x.name, x.shape)]
-        if not matrices:
-            found = f"{type(self).__name__} is for matrices named layers.*, and finds {shards[0].name} and others"
-            raise ValueError(f"{found}: give Optimizer the Llama itself, not a module around it")
-        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, ranks)
+        others = [x for x in shards if not is_matrix_of_a_block(x.name, x.shape)]
+        assert matrices, f"no matrix is named layers.*, but {shards[0].name}: give Optimizer the Llama itself"
+        self.adamw.update(others, scalars, step, ranks)
         self.update_matrices(matrices, scalars, step, ranks)
 
 

@@ -21,7 +21,6 @@ from kernels.adamw import merge_halves, split_halves
 from kernels.pinned_memory import pinned_empty
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
-from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, check_sizes, fingerprint, open_folder, read_into, write_folder
 from runtime.distributed import (
@@ -301,9 +300,12 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 
 
 @_base_is_no_checkpoint()
-def read_base(folder: Folder, model: Llama, dtype: torch.dtype | None = None) -> None:
+def read_base(
+    folder: Folder, model: Llama, dtype: torch.dtype | None = None, cpu_weights: dict[str, torch.Tensor] | None = None
+) -> None:
     """Fill the frozen weights of a model with adapters from a folder. Every rank must call it. Raises ValueError,
     OSError. dtype: the dtype to quantise from, in which the adapters were trained; None: the model's.
+    cpu_weights: where streamed weights are kept.
 
     For NF4 and float8 each rank quantises the whole projections one at a time and keeps its rows: so the bits are those
     of a single rank, and no device ever holds more than one whole projection of the base.
@@ -314,7 +316,7 @@ def read_base(folder: Folder, model: Llama, dtype: torch.dtype | None = None) ->
 
     def put(name, whole):
         if name not in packed:
-            local(cpu_param(frozen[name])).copy_(whole)
+            local((cpu_weights or frozen)[name].detach()).copy_(whole)
             return
         projection = packed[name]
         parts = projection.quantize(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))

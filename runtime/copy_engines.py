@@ -76,9 +76,12 @@ def check_transfer(device: str, group: dist.ProcessGroup) -> tuple:
 
     Returns the owners of the buffers: keep them until all ranks are done.
     """
-    n, dtype, me = 1024, torch.bfloat16, group.rank()
+    n = 1024
+    dtype = torch.bfloat16
+    me = group.rank()
     numel = group.size() * n
-    gather, scatter = CopyEngineAllGather(group, 1, numel), CopyEngineReduceScatter(group, 1, numel)
+    gather = CopyEngineAllGather(group, 1, numel)
+    scatter = CopyEngineReduceScatter(group, 1, numel)
     ranks = torch.arange(group.size(), device=device).repeat_interleave(n)
     for turn in range(3):
         gathered = gather.allocate((numel,), dtype=dtype, device=device)
@@ -135,8 +138,13 @@ class Buffers:
     """Symmetric memory of one group of ranks: `count` buffers used in turn, each of `largest` elements."""
 
     def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
-        self.group, self.count, self.largest = group, count, largest
-        self.buffers, self.turn, self.handles, self.times_full = [], 0, {}, {}
+        self.group = group
+        self.count = count
+        self.largest = largest
+        self.buffers = []
+        self.turn = 0
+        self.handles = {}  # by address
+        self.times_full = {}
 
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The first numel elements of the next buffer, for the current stream to fill.
@@ -172,16 +180,17 @@ class Buffers:
         each rank. A pad has two counters per rank: how often its buffer was full, and how often it has read this one.
         """
         handle = self.handles.get(buffer.data_ptr()) or self._refuse("memory of its own")
-        n_ranks, me = handle.world_size, handle.rank
-        return handle.signal_pad_ptrs, me, [(me + step) % n_ranks for step in range(1, n_ranks)]
+        others = [(handle.rank + step) % handle.world_size for step in range(1, handle.world_size)]
+        return handle.signal_pad_ptrs, handle.rank, others
 
     def pull(self, buffer: torch.Tensor, rows: torch.Tensor, offset_of) -> None:
         """Signal that this rank's buffer is full, then copy from the others' buffers: rows[i] (n,) gets n elements of
         rank me + 1 + i (mod the number of ranks), once its buffer is full, starting at offset_of(that rank).
         """
         pads, me, others = self._signals(buffer)
-        handle, times_full = self.handles[buffer.data_ptr()], self.times_full[buffer.data_ptr()] + 1
-        self.times_full[buffer.data_ptr()] = times_full
+        handle = self.handles[buffer.data_ptr()]
+        self.times_full[buffer.data_ptr()] += 1
+        times_full = self.times_full[buffer.data_ptr()]
         for other in others:
             on_stream("cuStreamWriteValue32", pads[other] + 4 * me, times_full)
         for row, other in zip(rows, others, strict=True):
@@ -199,14 +208,16 @@ class CopyEngineAllGather:  # torch.distributed.fsdp's AllGather, whose module i
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         """FSDP has copied this rank's shard, input_tensor, to its place in output_tensor, the buffer."""
-        n, rank = input_tensor.numel(), group.rank()
+        n = input_tensor.numel()
+        rank = group.rank()
         rows = output_tensor.view(-1, n)
         self.buffers.pull(output_tensor, [*rows[rank + 1 :], *rows[:rank]], lambda other: other * n)
 
 
 class CopyEngineReduceScatter:  # torch.distributed.fsdp's ReduceScatter
     def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
-        self.buffers, self.filling = Buffers(group, count, largest), False
+        self.buffers = Buffers(group, count, largest)
+        self.filling = False
 
     def allocate(self, size, *, dtype, device):
         """FSDP allocates the input, then the output, then reduces."""
@@ -216,7 +227,8 @@ class CopyEngineReduceScatter:  # torch.distributed.fsdp's ReduceScatter
         return self.buffers.next(size[0], dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        n, rank = output_tensor.numel(), group.rank()
+        n = output_tensor.numel()
+        rank = group.rank()
         received = torch.empty(group.size() - 1, n, dtype=input_tensor.dtype, device=input_tensor.device)
         self.buffers.pull(input_tensor, received, lambda other: rank * n)
         self.filling = False

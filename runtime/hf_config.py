@@ -23,6 +23,7 @@ NAMES = {  # our name -> Hugging Face's
     "norm_eps": "rms_norm_eps",
     "block_size": "max_position_embeddings",
 }
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}  # our name -> Hugging Face's
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers' defaults for what a config.json omits.
 DEFAULTS = {
@@ -48,7 +49,8 @@ def setting(path: Path, theirs: dict, name: str, *options) -> Any:
 
 def model_type() -> str:
     """What config.json calls the model. Other software goes by it, so it is Llama's only if the model computes that."""
-    return "nanocria" if hf_names.OWN and model.MODEL_TYPE == "llama" else model.MODEL_TYPE
+    changed = hf_names.OWN or model.ACTIVATION != "silu"
+    return "nanocria" if changed and model.MODEL_TYPE == "llama" else model.MODEL_TYPE
 
 
 def read_config(folder) -> tuple[dict, str | None]:
@@ -83,8 +85,8 @@ def read_config(folder) -> tuple[dict, str | None]:
     for name, where in (("attention_bias", "q, k, v and o"), ("mlp_bias", "gate, up and down")):
         if theirs.get(name):
             raise ValueError(f"{path} has {name}, biases of {where}: they are not supported, Llama 3 has none")
-    if theirs["hidden_act"] != "silu":
-        raise ValueError(f"{path} has the activation {theirs['hidden_act']!s:.60}: Llama 3's is silu")
+    if theirs["hidden_act"] != ACTIVATIONS[model.ACTIVATION]:
+        raise ValueError(f"{path} has the activation {theirs['hidden_act']!s:.60}: model.py has {model.ACTIVATION}")
     for name in SPECIAL_TOKENS:
         ids = setting(path, theirs, name, int, list, None)
         if isinstance(ids, list) and not all(type(token) is int for token in ids):
@@ -150,10 +152,10 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
     published = begun_with.get(positions, DEFAULTS[positions]) if begun_with else 0
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
     context = max(config.block_size, begun_with.get(CONTEXT) or published)
-    if model_type() == "llama":
-        described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    else:
-        described = {"architectures": ["NanocriaForCausalLM"], "model_type": model_type()}
+    architecture = "LlamaForCausalLM" if model_type() == "llama" else "NanocriaForCausalLM"
+    described = {
+        "architectures": [architecture], "model_type": model_type(), "hidden_act": ACTIVATIONS[model.ACTIVATION],
+    }  # fmt: skip
     if begun_with.get("pad_token_id") is not None:
         described["pad_token_id"] = begun_with["pad_token_id"]
     return {

@@ -85,7 +85,9 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
         return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
     if set(x.placements) - {Shard(0), Replicate()} or x.placements.count(Shard(0)) > 1:
         raise ValueError(f"a tensor is placed as {x.placements}: expected rows split over one mesh dimension")
-    first, writes, mesh = 0, True, x.device_mesh
+    first = 0
+    writes = True
+    mesh = x.device_mesh
     for placement, size, coordinate in zip(x.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if placement == Shard(0):
             first = min(-(-len(x) // size) * coordinate, len(x))
@@ -108,13 +110,16 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
         names = [name]
         sizes = [len(x)]
     begin, rows, writes = rows_of(x)
+    end = begin + len(rows)
     found = []
-    start = 0
+    start = 0  # of each matrix in x
     for hf_name, size in zip(names, sizes, strict=True):
-        first, last = max(begin, start), min(begin + len(rows), start + size)
-        part = rows[first - begin : last - begin] if first < last else rows[:0]
-        first = first - start if first < last else 0
+        first = max(begin, start)
+        last = min(end, start + size)
         full_name = f"{state}.{hf_name}" if state else hf_name
-        found.append(Rows(full_name, x.dtype, (size, *x.shape[1:]), first, part, writes))
+        part = Rows(full_name, x.dtype, (size, *x.shape[1:]), 0, rows[:0], writes)
+        if first < last:
+            part = part._replace(first=first - start, tensor=rows[first - begin : last - begin])
+        found.append(part)
         start += size
     return found

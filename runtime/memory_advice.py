@@ -61,7 +61,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
         for name, kind in kinds[: 1 + (run.offload == "all")]:
             (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
             if run.offload == "all" and run.fsdp:  # FSDP pins them itself
-                tensors = [p for _, p in step.parameters if p.requires_grad or kind == "weights"]
+                tensors = [p for _, p, _ in step.parameters if p.requires_grad or kind == "weights"]
                 n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in tensors)
                 part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
             found.append(part)

@@ -179,7 +179,7 @@ def restore(start: Path | None, out_dir: str, model: Llama, optimizer, facts: di
         folder = start and open_folder(start)
         base = folder and _base_of(folder, facts["settings"])
         if base:
-            read_base(base, model)
+            read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
         if folder and folder is not base:
             own = tuple(f".{name}" for name in OWN)
             new = [name for name in optimizer.parameters if f".{name}".endswith(own)]
@@ -264,7 +264,7 @@ def _resume(out_dir, model, optimizer, facts):
             others = _documents_of(folder, base, model.config, facts)
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors)
             if base:
-                read_base(base, model)
+                read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
             break
         except Damaged as error:
             if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:

@@ -9,12 +9,11 @@ is on the GPU from the beginning of forward until backward reaches the blocks.
 
 So the GPU holds two blocks and, for a time, the root. Of n parameters in bfloat16, 2n bytes are copied to it in
 forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. optimizers/on_cpu.py writes new
-weights to each parameter's `cpu_param`, its part of the pinned memory.
+weights to `cpu_weights`, each parameter's part of the pinned memory.
 """
 
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -24,10 +23,14 @@ from kernels.pinned_memory import pinned_empty
 ALIGNMENT = 256  # bytes; parameters begin at multiples of it, because the kernels load vectors
 
 
-def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
+def layout(parameters: dict[str, nn.Parameter]) -> tuple[list[int], int]:
     """The offset of each parameter in one flat tensor for all, and the length of that tensor, in elements."""
-    step = ALIGNMENT // parameters[0].element_size()
-    *offsets, end = accumulate((-(-parameter.numel() // step) * step for parameter in parameters), initial=0)
+    offsets = []
+    end = 0
+    for parameter in parameters.values():
+        step = ALIGNMENT // parameter.element_size()
+        offsets.append(end)
+        end += -(-parameter.numel() // step) * step
     return offsets, end
 
 
@@ -40,24 +43,27 @@ class StreamedWeights:
 
     Each forward that builds a graph must have one backward before the next such forward; evaluation may come between.
 
-    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are copied.
+    cpu_weights: the weights, by name. before_copy: called with a prefix of names, 'layers.3.' or '' for the root,
+    before these weights are copied.
     """
 
     def __init__(self, model: nn.Module, device: str):
-        self.layers, self.device = model.layers, torch.device(device)
+        self.layers = model.layers
+        self.device = torch.device(device)
         self.before_copy: Callable[[str], None] = lambda prefix: None
-        on_gpu = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
-        root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
-        _, length = layout(list(self.layers[0].parameters()))
-        self.slots = [torch.empty(length, dtype=root[0].dtype, device=self.device) for _ in range(2)]
-        self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.cpu_weights: dict[str, torch.Tensor] = {}
+        layers = [dict(layer.named_parameters(f"layers.{i}")) for i, layer in enumerate(self.layers)]
+        root = {name: p for name, p in model.named_parameters() if not name.startswith("layers.")}
+        dtype = model.tok_embeddings.weight.dtype
+        _, length = layout(layers[0])
+        self.slots = [torch.empty(length, dtype=dtype, device=self.device) for _ in range(2)]
+        _, length = layout(root)
+        self.root = torch.empty(length, dtype=dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
         self.cpu_root = self._move(root, self.root)
         self.root.untyped_storage().resize_(0)  # else resize_ in the first forward would copy it, and hold it twice
-        self.cpu_layers = [
-            self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
-        ]
+        self.cpu_layers = [self._move(layer, self.slots[i % 2]) for i, layer in enumerate(layers)]
         self.forget()
         # The compiler must not trace these hooks. Disabled here, because a decorator would import the compiler: 1.5 s.
         model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(self._before_all))
@@ -66,20 +72,23 @@ class StreamedWeights:
             layer.register_forward_hook(partial(torch.compiler.disable(self._after), i))
         self.before_backward = torch.compiler.disable(self._before_backward)
 
-    def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
-        """Copy the parameters to one tensor on the CPU, make them views of flat, and return the CPU tensor."""
+    def _move(self, parameters: dict[str, nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
+        """Copy the parameters to one tensor on the CPU, make them views of flat, and return the CPU tensor.
+
+        They become views once, here, as Module.to moves parameters: later only the content of flat changes.
+        """
         offsets, length = layout(parameters)
-        there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
-        for offset, parameter in zip(offsets, parameters, strict=True):
-            parameter.cpu_param = view_in(there, offset, parameter).copy_(parameter.detach())
+        on_cpu = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
+        for offset, (name, parameter) in zip(offsets, parameters.items(), strict=True):
+            self.cpu_weights[name] = view_in(on_cpu, offset, parameter).copy_(parameter.detach())
             parameter.data = view_in(flat, offset, parameter)
-        return there
+        return on_cpu
 
     def forget(self):
         """Mark the slots and the root as stale: the weights on the CPU are about to change."""
-        self.there = [None, None]  # the block that each slot holds
+        self.in_slot = [None, None]  # the block that each slot holds
         self.arrived = [None, None]  # events
-        self.root_there = False
+        self.has_root = False
 
     def _event(self):
         return torch.cuda.current_stream().record_event() if self.stream else None
@@ -95,11 +104,11 @@ class StreamedWeights:
                 self.stream.wait_event(free)
                 self.slots[slot].copy_(self.cpu_layers[i], non_blocking=True)
                 self.arrived[slot] = self.stream.record_event()
-        self.there[slot] = i
+        self.in_slot[slot] = i
 
     def _need(self, i: int):
         """Make work queued from now on wait for block i's weights."""
-        if self.there[i % 2] != i:
+        if self.in_slot[i % 2] != i:
             self._fetch(i, self._event())
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(self.arrived[i % 2])
@@ -109,11 +118,11 @@ class StreamedWeights:
 
     @torch.no_grad()
     def _before_all(self, tok_embeddings, inputs):
-        if not self.root_there:
+        if not self.has_root:
             self.root.untyped_storage().resize_(self.root_bytes)
             self.before_copy("")
             self.root.copy_(self.cpu_root, non_blocking=True)
-            self.root_there = True
+            self.has_root = True
 
     @torch.no_grad()
     def _before(self, i: int, block, inputs):
@@ -123,7 +132,7 @@ class StreamedWeights:
     @torch.no_grad()
     def _after(self, i: int, block, inputs, outputs):
         # After block i is queued, because the CPU may first have to finish updating the weights of block i + 1.
-        if i + 1 < len(self.layers) and self.there[(i + 1) % 2] != i + 1:
+        if i + 1 < len(self.layers) and self.in_slot[(i + 1) % 2] != i + 1:
             self._fetch(i + 1, self.other_is_free)
         for output in outputs:
             if output is not None and output.requires_grad:
@@ -132,9 +141,9 @@ class StreamedWeights:
     @torch.no_grad()
     def _before_backward(self, i: int, gradient):
         """Hook on each output of block i. When the first one fires, the backward of all later blocks is queued."""
-        if i + 1 == len(self.layers) and self.root_there:
+        if i + 1 == len(self.layers) and self.has_root:
             self.root.untyped_storage().resize_(0)
-            self.root_there = False
+            self.has_root = False
         self._need(i)
-        if i and self.there[(i - 1) % 2] != i - 1:
+        if i and self.in_slot[(i - 1) % 2] != i - 1:
             self._fetch(i - 1, self._event())

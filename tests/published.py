@@ -19,13 +19,14 @@ TINY = dict(
 )  # fmt: skip
 
 
-def hf_llama(c):
+def hf_llama(c, activation="silu"):
     """transformers' model with our config and its own initial weights."""
     config = transformers.LlamaConfig(
         num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
         hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
         max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
         rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling}, attn_implementation="sdpa",
+        hidden_act=activation,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 

@@ -299,7 +299,7 @@ USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_
     "RoPE of type linear": says(rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4}),
     "rope_scaling has ['factor']": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
     "config.json: rope_parameters expects a dict or none, got 'llama3'": says(rope_parameters="llama3"),
-    "config.json has the activation gelu: Llama 3's is silu": says(hidden_act="gelu"),
+    "config.json has the activation gelu: model.py has silu": says(hidden_act="gelu"),
     "config.json: num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),
     "config.json: n_layer, n_head, ": says(num_attention_heads=0),
     "config.json is not JSON": writes("config.json", "{"),
@@ -568,7 +568,7 @@ def refused_by_others(folder):
     with pytest.raises(ValueError, match="model type|model_type"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    assert not {"LlamaForCausalLM"} & set(config["architectures"]) and "hidden_act" not in config
+    assert not {"LlamaForCausalLM"} & set(config["architectures"])
 
 
 class WithPositions(model_module.Llama):
@@ -580,7 +580,7 @@ class WithPositions(model_module.Llama):
         return super().forward(*args, **options) + self.positions.weight.square().mean()
 
 
-@pytest.mark.parametrize("change", ["computation", "weights"])
+@pytest.mark.parametrize("change", ["activation", "computation", "weights"])
 def test_others_refuse_a_changed_model_and_nanocria_reads_it(
     change, train, sample, convert_to_hf, tmp_path, monkeypatch, capsys
 ):
@@ -590,8 +590,10 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
             monkeypatch.setattr(f"runtime.{module}.Llama", WithPositions)
         for module in ("hf_names", "restore"):
             monkeypatch.setattr(f"runtime.{module}.OWN", {"positions.weight"})
+    elif change == "activation":
+        monkeypatch.setattr(model_module, "ACTIVATION", "gelu_tanh")
     else:
-        monkeypatch.setattr(model_module, "MODEL_TYPE", "gelu_llama")
+        monkeypatch.setattr(model_module, "MODEL_TYPE", "other_llama")
     train(max_iters=1)
     step = tmp_path / "out/step_000001"
     refused_by_others(step)

@@ -37,14 +37,16 @@ def set_gradients(model):
 
 @pytest.mark.parametrize("shape", [(24, 16), (8, 32), (16, 16)], ids=str)
 def test_the_basis_holds_the_leading_singular_vectors(shape):
-    g, basis, live = low_rank(shape).float(), torch.zeros(shape[1], RANK), torch.tensor(True)
+    g = low_rank(shape).float()
+    basis = torch.zeros(shape[1], RANK)
+    finite = torch.tensor(True)
     for seed in (0, None):
-        renew(basis, g, live, seed, Ranks())
+        renew(basis, g, finite, seed, Ranks())
         v = torch.linalg.svd(g).Vh[:RANK].T
         torch.testing.assert_close((basis * v).sum(0).abs(), torch.ones(RANK), rtol=0, atol=1e-3)
         torch.testing.assert_close(basis.T @ basis, torch.eye(RANK), rtol=0, atol=1e-5)
     before = basis.clone()
-    renew(basis, low_rank(shape).float(), live, None, Ranks())
+    renew(basis, low_rank(shape).float(), finite, None, Ranks())
     assert ((basis * before).sum(0) >= 0).all(), "a column has turned round"
 
 
@@ -83,7 +85,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
 
 def test_the_first_basis_comes_from_a_seed_that_all_processes_know(monkeypatch):
     seeds, optimizer = [], Optimizer(model := Llama(CONFIG), GaLore(rank=RANK), OnDevice())
-    monkeypatch.setattr("optimizers.galore.renew", lambda basis, g, live, seed, group: seeds.append(seed))
+    monkeypatch.setattr("optimizers.galore.renew", lambda basis, g, finite, seed, ranks: seeds.append(seed))
     set_gradients(model)
     optimizer.step(lr=0.0)
     names = [name for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]

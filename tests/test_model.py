@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
+import model as model_module
 from benchmarks.trainers import llama_config
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
+from runtime.hf_config import ACTIVATIONS
 from runtime.hf_names import hf_names
 from tests.published import hf_llama
 from tests.watch import Watch
@@ -61,9 +63,9 @@ def batch(n_batch=2, n_time=16, seed=0, vocab_size=SMALL.vocab_size):
     return tokens[:, :-1], targets
 
 
-def loss_and_gradients(model, tokens, targets, doc_starts=None):
+def loss_and_gradients(model, tokens, targets, *doc_starts):
     model.zero_grad()
-    loss = model(tokens, targets, doc_starts)
+    loss = model(tokens, targets, *doc_starts)
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
@@ -89,69 +91,65 @@ def assert_equal(out, truth):
 # The same function as other implementations
 
 
-# Key/value heads, RoPE's factor, whether the embedding is the head.
-VARIANTS = [(4, None, True), (2, 8.0, False), (1, 32.0, True), (4, None, False), (2, 8.0, True), (1, 32.0, False)]
+# Key/value heads, RoPE's factor, whether the embedding is the head, activation.
+VARIANTS = [
+    (4, None, True, "silu"), (2, 8.0, False, "silu"), (1, 32.0, True, "gelu_tanh"), (4, None, False, "gelu_tanh"),
+    (2, 8.0, True, "silu"), (1, 32.0, False, "silu"),
+]  # fmt: skip
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-@pytest.mark.parametrize("n_kv_head, factor, tied, arm, n_time", [
+def apart(config, tensors):
+    """Tensors by the names of plain_llama.py, which has every matrix by itself."""
+    found = {}
+    for name, x in tensors.items():
+        module = name.split(".")[-2]
+        parts = PACKED.get(module, (module,))
+        for part, matrix in zip(parts, x.split(config.packed_rows.get(module, (len(x),))), strict=True):
+            found[name.replace(module, part)] = matrix
+    return found
+
+
+@pytest.mark.parametrize("n_kv_head, factor, tied, activation, arm, n_time", [
     *((*variant, PLAIN, SMALL.block_size) for variant in VARIANTS),
     *((*variant, {}, 40 if HAS_GPU else 5) for variant in VARIANTS[: 6 if HAS_GPU else 3]),
 ])  # fmt: skip
-def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
+def test_model_is_plain_llama_and_hugging_faces(n_kv_head, factor, tied, activation, arm, n_time, monkeypatch):
+    monkeypatch.setattr(model_module, "ACTIVATION", activation)
     scaling = factor and {"factor": factor, **SCALING}
     model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **arm)
-    hf = hf_llama(model.config).to(DEVICE, FP64)
+    weights = dict(model.named_parameters())
+    tokens, targets = batch(n_time=n_time)
+    logits = model(tokens)
+    found = loss_and_gradients(model, tokens, targets)
+    loss = found.pop("loss")
+
+    plain = PlainLlama(model.config).to(DEVICE, FP64)
+    plain.load_state_dict(apart(model.config, weights), strict=not tied)
+    assert error(logits, plain(tokens)) < 1e-12
+    truth = loss_and_gradients(plain, tokens, targets)
+    assert error(loss, truth.pop("loss")) < 1e-12
+    assert_close(apart(model.config, found), truth, 1e-12)
+
+    hf = hf_llama(model.config, ACTIVATIONS[activation]).to(DEVICE, FP64)
     theirs = dict(hf.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights.items():
             parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
             for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
                 part.copy_(value)
     assert not theirs, f"no weight of ours went into {list(theirs)}"
-    tokens, targets = batch(n_time=n_time)
-    out = hf(tokens)
+    their_logits = hf(tokens).logits
     # their loss would shift the targets again
-    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
-    loss.backward()
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
+    their_loss.backward()
     theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    truth = {name: torch.cat([theirs[n] for n in hf_names(name)]) for name, _ in model.named_parameters()}
-    assert error(model(tokens), out.logits) < 3e-6
-    assert_close(loss_and_gradients(model, tokens, targets), {"loss": loss.detach()} | truth, 3e-6)
+    assert error(logits, their_logits) < 3e-6
+    assert error(loss, their_loss) < 3e-6
+    assert_close(found, {name: torch.cat([theirs[n] for n in hf_names(name)]) for name in found}, 3e-6)
     if factor and n_time == SMALL.block_size:
         unscaled = build(n_kv_head=n_kv_head, tie_embeddings=tied, **PLAIN)
-        assert error(unscaled(tokens), out.logits) > 1e-3, "the scaling made no difference: the test would miss it"
-
-
-@pytest.mark.parametrize("n_kv_head, factor, tied, arm, n_time", [
-    *((*variant, PLAIN, SMALL.block_size) for variant in VARIANTS[:2]),
-    *((*variant, {}, 40 if HAS_GPU else 5) for variant in VARIANTS[: 6 if HAS_GPU else 2]),
-])  # fmt: skip
-def test_model_is_plain_llama(n_kv_head, factor, tied, arm, n_time):
-    scaling = factor and {"factor": factor, **SCALING}
-    model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **arm)
-    plain = PlainLlama(model.config).to(DEVICE, FP64)
-    matrices = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-    def apart(named):
-        """The packed matrices by their own names."""
-        found = {}
-        for name, x in named.items():
-            packed = next((each for each in matrices if each in name), None)
-            parts = [plain.get_parameter(name.replace(packed, each)) for each in matrices[packed]] if packed else []
-            rows = [len(part) for part in parts] or [len(x)]
-            for each, part in zip(matrices.get(packed, [packed]), x.split(rows), strict=True):
-                found[name.replace(packed, each) if packed else name] = part
-        return found
-
-    plain.load_state_dict(apart(dict(model.named_parameters())), strict=not tied)
-    tokens, targets = batch(n_time=n_time)
-    assert error(model(tokens), plain(tokens)) < 1e-12
-    found = loss_and_gradients(model, tokens, targets)
-    loss = plain(tokens, targets)
-    loss.backward()
-    truth = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert abs(found.pop("loss") - loss) < 1e-12
-    assert_close(apart(found), truth, 1e-12)
+        assert error(unscaled(tokens), their_logits) > 1e-3, "the scaling made no difference: the test would miss it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
 
 
 def test_a_checkpoint_holds_whole_weights_even_if_masters_are_in_halves(monkeypatch):
-    monkeypatch.setattr("optimizers.optimizer.PIECE", 5)
+    monkeypatch.setattr("optimizers.optimizer.SPLIT_AT_ONCE", 5)
     (model, optimizer), (other_model, other) = (optimizer_of(torch.bfloat16) for _ in range(2))
     for _ in range(20):
         set_gradients(model, 1.0)
@@ -352,9 +352,10 @@ def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_back
         held.append(root.nbytes())
         (loss.backward(), expected.backward())
         assert loss == expected and [*held, root.nbytes()] == [0, held[1], 0] and held[1] > 0
-        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
-            (ours.cpu_param.add_(0.01), theirs.data.add_(0.01))
+        for name, theirs in models[1].named_parameters():
+            assert torch.equal(models[0].get_parameter(name).grad, theirs.grad)
+            streamed.cpu_weights[name].add_(0.01)
+            theirs.data.add_(0.01)
         streamed.forget()
 
 
