@@ -45,9 +45,9 @@ def main(argv: list[str]) -> None:
 
                 records.keep_summary(folder, name)
             case ["readme"]:
-                from benchmarks import pages, plots
+                from benchmarks import plots, tables
 
-                pages.write()
+                tables.write_pages()
                 plots.draw_all()
             case [command, *_] if not command.startswith("-"):
                 sys.exit(f"Unknown command {command}: there are {', '.join(COMMANDS)}, record FOLDER NAME, readme")

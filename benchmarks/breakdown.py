@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import timing
-from benchmarks.child import run_here
+from benchmarks.child import run_train_py
 from benchmarks.trainers import llama_config
 from model import LlamaConfig
 from runtime import memory
@@ -39,8 +39,8 @@ PARTS = {
     "matmuls": r"nvjet|gemm|cutlass|cublas|splitk|xmma",
     "other": r"",
 }
-COPIES = "casts and copies"
-ORDER = ("matmuls", "attention", "loss matmuls", "loss kernel", "norms", "SwiGLU", "RoPE", "optimizer", COPIES, "other")
+ORDER = ("matmuls", "attention", "loss matmuls", "loss kernel", "norms", "SwiGLU", "RoPE", "optimizer",
+         "casts and copies", "other")  # fmt: skip
 
 
 def part_of(kernel: str) -> str:
@@ -50,7 +50,7 @@ def part_of(kernel: str) -> str:
 def spans_of_a_run(argv: list[str]) -> list[Span]:
     """Run train.py; return everything the GPU did, each span named by its part."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # nothing of the CPU, which would slow the step
-        run_here("train.py", *argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}")
+        run_train_py([*argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}"])
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text())["traceEvents"]
@@ -84,23 +84,6 @@ def name_head_matmuls(spans: list[Span]) -> list[Span]:
     return spans
 
 
-def busy_ms(spans: list[Span]) -> dict[str, float]:
-    """The time that each part keeps the GPU busy. When two overlap, the one that began first gets the time."""
-    busy = dict.fromkeys(ORDER, 0.0)
-    covered = float("-inf")
-    for start, end, part in sorted(spans):
-        busy[part] += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
-    return busy
-
-
-def share_out(spans: list[Span]) -> dict[str, float]:
-    """busy_ms, but copies, which run alongside compute, only get the time that nothing else covers."""
-    busy = busy_ms([span for span in spans if span[2] != COPIES])
-    busy[COPIES] = sum(busy_ms(spans).values()) - sum(busy.values())
-    return busy
-
-
 def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float) -> dict[str, float | None]:
     """The minimum ms of each part in one step."""
     n = batch * c.block_size
@@ -123,7 +106,7 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
         # gradients read for their norm and for the update; both halves of w, m and v read and written
         "optimizer": (bf16 * 6 + fp32 * 4) * memory.n_params(c),
     }
-    floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {COPIES: 0.0}
+    floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {"casts and copies": 0.0}
     return floors | {part: 1000 * b / (copy_tb_s * 1e12) for part, b in moved.items()}
 
 
@@ -146,7 +129,9 @@ def breakdown(argv: list[str], batch: int, block: int) -> dict:
     starts = step_starts(spans)
     first = starts[WARMUP_STEPS]
     last = starts[WARMUP_STEPS + STEPS]
-    busy = share_out(spans[first:last])
+    busy = dict.fromkeys(ORDER, 0.0)
+    for start, end, part in spans[first:last]:  # on one GPU nothing overlaps
+        busy[part] += end - start
     ms = spans[last][0] - spans[first][0]
     torch.cuda.empty_cache()
     timing.use_side_stream()

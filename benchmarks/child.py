@@ -1,8 +1,10 @@
-"""What runner.py starts in a separate process.
+"""What runner.py starts in a separate process: train.py, or a function of benchmarks/, in so many GiB of GPU memory.
 
-python -m benchmarks.child call generate.measure '{"trainer": "hf", "batch": 1, ...}'    prints a line of JSON
-python -m benchmarks.child within 24 train.py config/llama32_1b.py    as on a card of 24 GiB: PyTorch's allocator
-    raises its OutOfMemoryError beyond that. The CUDA context, half a GiB, and NCCL's buffers do not count.
+python -m benchmarks.child 24 train.py config/llama32_1b.py            as on a card of 24 GiB; 0: all of the card's
+python -m benchmarks.child 0 generate.measure '{"trainer": "hf", "batch": 1, ...}'    prints a line of JSON
+
+Beyond the limit PyTorch's allocator raises its OutOfMemoryError. The CUDA context, half a GiB, and NCCL's buffers do
+not count.
 """
 
 import importlib
@@ -14,6 +16,19 @@ import traceback
 
 import torch
 import torch.distributed as dist
+
+
+def limit_memory(gib: float) -> None:
+    device = int(os.environ.get("LOCAL_RANK", 0))
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if gib > total:  # then what fits on it would not answer the question
+        sys.exit(f"--memory_limit_gib={gib:g}: the card has {total:.1f} GiB, choose less")
+    torch.cuda.set_per_process_memory_fraction(gib / total, device)
+
+
+def run_train_py(argv: list[str]) -> None:
+    sys.argv = ["train.py", *argv]
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def call(function: str, arguments: str) -> None:
@@ -30,24 +45,11 @@ def call(function: str, arguments: str) -> None:
         dist.destroy_process_group()
 
 
-def within(gib: str, *argv: str) -> None:
-    device = int(os.environ.get("LOCAL_RANK", 0))
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if float(gib) > total:  # then what fits on it would not answer the question
-        sys.exit(f"--memory_limit_gib={gib}: the card has {total:.1f} GiB, choose less")
-    torch.cuda.set_per_process_memory_fraction(float(gib) / total, device)
-    run_here(*argv)
-
-
-def run_here(*argv: str) -> None:
-    """Do what `python ARGV` does, in this process: run a script, or -m and a module."""
-    if argv[0] == "-m":
-        sys.argv = list(argv[1:])
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(argv)
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
 if __name__ == "__main__":
-    {"call": call, "within": within}[sys.argv[1]](*sys.argv[2:])
+    limit, what, *argv = sys.argv[1:]
+    if float(limit):
+        limit_memory(float(limit))
+    if what == "train.py":
+        run_train_py(argv)
+    else:
+        call(what, *argv)

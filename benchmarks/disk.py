@@ -4,9 +4,9 @@
     python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, after --
 
 update      optimizers/on_disk.py on the CPU, with gradients ready: from its start until everything is on the drive
-plain       the same pieces, read and written back by one thread or four, whichever is faster, with nothing in between
+plain       the same pieces, read and written back by four threads, with nothing in between
 
-Alternating, medians. The best of more thread counts would be faster by luck alone.
+Alternating, medians.
 """
 
 import fcntl
@@ -35,11 +35,10 @@ from runtime.state_file import open_state_file, page_aligned
 # settings
 offload_dir = ""  # a folder on the drive
 config = "config/llama32_1b.py"  # the model
-keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: out/disk.json
 
 UPDATES = 5  # timed, after one to warm up
-PLAIN_THREADS = (1, 4)
+PLAIN_THREADS = 4
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -60,7 +59,7 @@ def update_seconds(state: OnDisk, grads: list[torch.Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
+def plain_seconds(fd: int, pieces: list[list[int]]) -> float:
     """Read and write back each piece, a list of tensors' bytes. The pieces are contiguous in the file."""
     begins = list(itertools.accumulate(map(sum, pieces), initial=0))
     largest = max(map(max, pieces))
@@ -78,7 +77,7 @@ def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
                     raise OSError(f"the drive moved {moved} of {n_bytes} bytes")
                 begin += n_bytes
 
-    with ThreadPoolExecutor(threads, initializer=prepare) as pool:
+    with ThreadPoolExecutor(PLAIN_THREADS, initializer=prepare) as pool:
         began = time.perf_counter()
         list(pool.map(read_and_write, range(len(pieces))))
         return time.perf_counter() - began
@@ -91,22 +90,20 @@ def measure(s: SimpleNamespace) -> dict:
     grads = [torch.full_like(parameter, 1e-3) for parameter in state.parameters.values()]
     pieces = [[len(memory) for memory in piece.pages.values()] for piece in state.pieces]
     n_bytes = 2 * sum(map(sum, pieces))
-    seconds = {"update": [], **{n: [] for n in PLAIN_THREADS}}
+    seconds = {"update": [], "plain": []}
     with tempfile.TemporaryFile(dir=file.folder, buffering=0) as other:
         os.posix_fallocate(other.fileno(), 0, n_bytes // 2)
         if file.direct:
             fcntl.fcntl(other.fileno(), fcntl.F_SETFL, fcntl.fcntl(other.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
         for _ in range(1 + UPDATES):
             seconds["update"].append(update_seconds(state, grads))
-            for threads in PLAIN_THREADS:
-                seconds[threads].append(plain_seconds(other.fileno(), pieces, threads))
+            seconds["plain"].append(plain_seconds(other.fileno(), pieces))
     # the first time writes new pages of both files
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    threads = min(PLAIN_THREADS, key=medians.get)
     return {
         "direct": file.direct, "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
-        "update_gb_per_s": n_bytes / medians["update"] / 1e9, "plain_gb_per_s": n_bytes / medians[threads] / 1e9,
-        "plain_threads": threads, "ratio": medians[threads] / medians["update"], "seconds": seconds,
+        "update_gb_per_s": n_bytes / medians["update"] / 1e9, "plain_gb_per_s": n_bytes / medians["plain"] / 1e9,
+        "plain_threads": PLAIN_THREADS, "ratio": medians["plain"] / medians["update"], "seconds": seconds,
     }  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from typing import Literal
 
 from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
 from benchmarks.tables import table
-from benchmarks.trainers import TRAINERS
 from configurator import SettingError, preview
 from model import LlamaConfig
 from optimizers.rules import rule_of
@@ -83,36 +82,17 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     return model, shape
 
 
-def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
-    """The model and RunShape of a row of a sweep. For a peer only the model is right."""
-    trainer = TRAINERS[row["trainer"]]
-    if trainer.build:
-        return resolve(row["config"], 1, {"sharding": "zero3"})
-    named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
-    named |= {"gradient_accumulation_steps": row["ranks"], "activation_checkpointing": row["checkpointing"]}
-    return resolve(row["config"], row["ranks"], named, [*trainer.flags.split(), *shlex.split(row["flags"])])
-
-
 def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(model, shape)) / GIB
 
 
-def cpu_gib_of(row: dict) -> float:
-    """What all ranks of a row hold in CPU memory: for a peer, FSDP2's float32 weights, gradients and two moments."""
-    model, shape = run_of(row)
-    if TRAINERS[row["trainer"]].build:
-        return 16 * memory.n_params(model) / GIB if row["trainer"].endswith("offload") else 0.0
-    return cpu_gib(model, shape)
-
-
 def card_gib(card: str) -> float:
     if card.lower() in CARDS:
         return CARDS[card.lower()]
-    number = re.fullmatch(r"(\d{1,3}(\.\d+)?) ?(gi?b)?", card.lower())
-    if number and float(number[1]) > 0:
-        return float(number[1])
-    raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in --card=24")
+    if re.fullmatch(r"\d{1,3}(\.\d+)?", card):
+        return float(card)
+    raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
 
 
 def combinations(s: SimpleNamespace, named: dict, gib: float) -> list[dict]:
@@ -146,7 +126,8 @@ def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
     # full and none conflict with no other setting
     named = {"activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
              "offload": "none" if s.offload == "any" else s.offload}  # fmt: skip
-    named |= {"block_size": s.block_size} if s.block_size else {}
+    if s.block_size:
+        named["block_size"] = s.block_size
     _, shape = resolve(s.config, s.ranks, named, s.flags)
     if s.card.lower() in WITHOUT_PEER_ACCESS or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
@@ -159,21 +140,18 @@ def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
     named["batch_size"] = s.batch_size or max(chosen["largest_batch"], 1)
     model, shape = resolve(s.config, s.ranks, named, s.flags)
     peak = memory.peak_gib(model, shape)
-    lines = [
-        f"{s.config}: {memory.n_params(model):,} parameters, sequences of {model.block_size:,} tokens, "
-        f"{shape.micro_steps} micro-batches per step, {shape.dtype}",
-        f"card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve",
-        "",
-        table(rows, "activation_checkpointing offload largest_batch cpu_gib"),
-        "",
-        f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= usable else 'does not fit'}",
-        memory.table(model, shape),
-    ]
-    for parts, kept_in in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
+    text = f"""{s.config}: {memory.n_params(model):,} parameters, sequences of {model.block_size:,} tokens, \
+{shape.micro_steps} micro-batches per step, {shape.dtype}
+card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve
+
+{table(rows, "activation_checkpointing offload largest_batch cpu_gib")}
+
+{command(s, named)}: {peak:.1f} GiB, it {"fits" if peak <= usable else "does not fit"}
+{memory.table(model, shape)}"""
+    for where, parts in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
         if parts(model, shape):
-            lines += ["", f"in {kept_in}, of each rank:"]
-            lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts(model, shape)]
-    return "\n".join(lines), model, shape
+            text += f"\n\nin {where}, of each rank:\n{memory.lines_of(parts(model, shape))}"
+    return text, model, shape
 
 
 def main(argv: list[str]) -> None:

@@ -41,7 +41,6 @@ measure = "losses,packing"  # what to measure
 trainers = "nanocria,hf,hf-again,nanocria-float32,hf-float32"  # also: nanocria-lora, -qlora, -fp8, hf-lora, -again
 steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
-keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/finetune_losses.json
 
 OURS = ["nanocria", "nanocria-float32", "nanocria-lora", "nanocria-lora-fp8", "nanocria-qlora", "nanocria-qlora-fp8"]
@@ -77,7 +76,7 @@ def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int
     _, val = conversations_of(dataset, block)
     settings = {
         "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
-        "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1, "dtype": "bfloat16",
+        "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
         "eval_iters": -(-val.n_blocks // batch),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as out_dir:

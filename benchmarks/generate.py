@@ -32,7 +32,6 @@ config = runner.CONFIG  # the model
 batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
 tokens = 256  # new tokens of each text
-keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/generate.json, on a CPU out/generate.json
 
 ROUNDS = 3  # timed, after one to warm up
@@ -40,7 +39,7 @@ ROUNDS = 3  # timed, after one to warm up
 
 def parse(argv: list[str]) -> SimpleNamespace:
     record = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": settings.whole_number}
+    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": int}
     return settings.read_settings(globals(), argv, lists, record)
 
 

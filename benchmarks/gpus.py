@@ -7,7 +7,7 @@
                                                 (needs 30 GB in $TMPDIR for a while)
     python bench.py gpus --measure=optimizers   config/linux_114m.py's step with AdamW, Muon and NorMuon
     python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
-    python bench.py gpus --measure=8b --trainers=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
+    python bench.py gpus --measure=8b --trainers=nanocria-zero2,recipe-zero2
 
 benchmarks/trainers.py describes the trainers, sharded by ZeRO-3 unless their name says otherwise. On one GPU nanocria
 is not sharded at all, and its peers use a mesh of one rank. Each point is a separate torchrun, measured as in step.
@@ -30,19 +30,16 @@ from runtime import run_folder
 measure = "scaling,8b,saves"  # what to measure; also: memory, optimizers
 ranks = "1,2,4,8"  # numbers of GPUs: scaling and optimizers run on each that is available, the others on the largest
 trainers = ""  # scaling, 8b, optimizers; nothing: those of the table
-shapes = ""  # 8b: sequences x tokens; nothing: those of the table
-checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
 steps = 20  # scaling, 8b, optimizers: how many to measure
-keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/gpus.json
 
 CONFIG_8B = "config/llama31_8b.py"
-PLACES_OF_8B = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"), (4, 4096, "selective"),
+POINTS_OF_8B = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"), (4, 4096, "selective"),
                 (2, 8192, "selective")]  # fmt: skip
 POINTS = {  # what to measure -> config, (batch, block, checkpointing) of each, trainers
     "scaling": (runner.CONFIG, [(16, 2048, "none")],
                 ["nanocria", "nanocria-zero2", "nanocria-nccl", "recipe", "torchtitan"]),
-    "8b": (CONFIG_8B, PLACES_OF_8B, ["nanocria", "recipe"]),
+    "8b": (CONFIG_8B, POINTS_OF_8B, ["nanocria", "recipe"]),
     "optimizers": ("config/linux_114m.py", [(64, 1024, "none")],  # 8 micro-batches per step
                    ["nanocria-adamw", "nanocria-muon", "nanocria-normuon"]),
 }  # fmt: skip
@@ -54,10 +51,7 @@ CHECKPOINTS = {  # what to measure -> config, (batch, block, checkpointing), ste
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    lists = {
-        "measure": [*POINTS, *CHECKPOINTS], "ranks": settings.whole_number, "trainers": TRAINERS,
-        "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING,
-    }  # fmt: skip
+    lists = {"measure": [*POINTS, *CHECKPOINTS], "ranks": int, "trainers": TRAINERS}
     s = settings.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
     s.ranks = sorted(n for n in set(s.ranks) if n <= n_gpus)
     return s
@@ -65,15 +59,12 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
     """Many GPUs first, so that the single one is as warm: a cool card clocks higher than it can sustain."""
-    config, places, usual = POINTS[kind]
-    if kind == "8b" and (s.shapes or s.checkpointing):
-        shapes = s.shapes or [(4, 4096), (2, 8192)]
-        places = [(*shape, how) for how in s.checkpointing or ["none", "full"] for shape in shapes]
+    config, points, usual = POINTS[kind]
     ranks = s.ranks[-1:] if kind == "8b" else reversed(s.ranks)
-    for n, (batch, block, how), trainer in product(ranks, places, s.trainers or usual):
+    for n, (batch, block, how), trainer in product(ranks, points, s.trainers or usual):
         if n == 1 and trainer.endswith(("-zero2", "-nccl")):  # one GPU has no shards
             continue
-        if how == "selective" and trainer != "nanocria" and not s.trainers:
+        if how == "selective" and trainer != "nanocria":
             continue
         key = {"trainer": trainer, "ranks": n, "batch": batch, "block": block, "checkpointing": how}
         record.measure(kind, key, runner.train_steps, **key, steps=s.steps, config=config)
@@ -89,39 +80,39 @@ def measure_checkpoint(kind: str, n: int) -> dict:
     """
     config, (batch, block, how), steps, flags = CHECKPOINTS[kind]
     row = {"ranks": n, "batch": batch, "block": block}
+    runs = {}
     with tempfile.TemporaryDirectory() as folder:
-
-        def train(name, keep_last, more=0):
-            argv = runner.train_argv(config, batch, block, how, f"{folder}/{name}", n)
-            argv += [*flags, f"--max_iters={steps + more}", f"--keep_last={keep_last}"]
-            return runner.train(argv, f"{folder}/{name}", n)
-
-        without = train("without", 0)
-        if "steps" not in without:
-            return row | without
-        saving = train("with", 1)
-        if "steps" not in saving:
-            return row | saving
-        row["save_seconds"] = saving.get("save_seconds")
-        row["checkpoint_bytes"] = sum(file.stat().st_size for file in run_folder.newest(f"{folder}/with").iterdir())
+        # what it is -> its folder, --keep_last, steps
+        plan = {"": ("without", 0, steps), "saved_": ("with", 1, steps), "resumed_": ("with", 0, steps + 10)}
+        for name, (subfolder, keep_last, n_steps) in plan.items():
+            out_dir = Path(folder, subfolder)
+            argv = runner.train_argv(config, batch, block, how, str(out_dir), n)
+            argv += [*flags, f"--max_iters={n_steps}", f"--keep_last={keep_last}"]
+            runs[name] = runner.train(argv, str(out_dir), n)
+            if "steps" not in runs[name]:
+                return row | runs[name]
+            if keep_last:
+                files = run_folder.newest(str(out_dir)).iterdir()
+                row["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
         if kind == "saves":
-            row["seconds_without"] = wall_seconds(Path(folder, "without"))
-            row["seconds_with"] = wall_seconds(Path(folder, "with"))
+            row["seconds_without"] = wall_seconds(Path(folder, "without"), steps)
+            row["seconds_with"] = wall_seconds(Path(folder, "with"), steps)
             row["cost"] = row["seconds_with"] / row["seconds_without"] - 1
             row |= {"every": SAVE_EVERY, "intervals": steps // SAVE_EVERY - 1}
-        resumed = train("with", 0, more=10)
-    row["resume_seconds"] = resumed.get("resume_seconds") if resumed.get("steps") == 10 else None
+    if runs["resumed_"]["steps"] != 10:
+        return row | {"failed": "the third run did not resume"}
+    row["save_seconds"] = runs["saved_"]["save_seconds"]
+    row["resume_seconds"] = runs["resumed_"]["resume_seconds"]
     if kind == "memory":
-        runs = {"": without, "saved_": saving, "resumed_": resumed}
-        row |= {f"{when}cpu_gib": run.get("cpu_gib") for when, run in runs.items()}
+        row |= {f"{name}cpu_gib": run["cpu_gib"] for name, run in runs.items()}
     return row
 
 
-def wall_seconds(out_dir: Path) -> float:
-    """Seconds between a run's log line of step SAVE_EVERY and its last one."""
+def wall_seconds(out_dir: Path, steps: int) -> float:
+    """Seconds between a run's log lines of step SAVE_EVERY and of the last step."""
     rows = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
     time_of = {row["step"]: row["time"] for row in rows if "loss" in row}
-    return max(time_of.values()) - time_of[SAVE_EVERY]
+    return time_of[steps] - time_of[SAVE_EVERY]
 
 
 def main(argv: list[str]) -> None:

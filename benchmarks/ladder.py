@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from benchmarks import losses, runner, sweep
-from benchmarks.estimate import cpu_gib, cpu_gib_of, outside_gib, resolve
+from benchmarks.estimate import cpu_gib, outside_gib, resolve
 from benchmarks.records import Record
 from benchmarks.settings import read_settings
 from benchmarks.tables import table
@@ -34,7 +34,6 @@ memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the technique that needs one; nothing: it is left out
 steps: int | None = None  # to measure; none: 10, fewer if they are long
 estimate = False  # by arithmetic: nothing is run
-keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/ladder.json
 
 
@@ -91,22 +90,22 @@ def flags_of(name: str, s: SimpleNamespace) -> dict:
     return settings | ({"offload_dir": s.offload_dir} if name == "nvme" else {})
 
 
-def estimated(model: str, name: str, s: SimpleNamespace) -> dict:
-    """A technique by arithmetic: the memory of one sequence, the largest batch, its CPU memory. For a peer, only where
-    to start."""
-    if name not in OURS:
-        return {"cpu_gib": 0.0, "largest": estimated(model, TECHNIQUES[name].on, s)["largest"]}
+def estimated(model: str, name: str, s: SimpleNamespace, batch: int | None = None) -> dict:
+    """A technique by arithmetic: the memory of one sequence, the largest batch, and the CPU memory of a batch, by
+    default of the largest."""
     named = flags_of(name, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
     config, shape = resolve(CONFIGS[model], 1, named)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
-    of_cpu = cpu_gib(config, replace(shape, batch_size=max(largest, 1)))
+    of_cpu = cpu_gib(config, replace(shape, batch_size=batch or max(largest, 1)))
     return {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
 
 
 def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
-    """One sequence, then batches around the estimate until the largest that fits is known."""
+    """One sequence, then batches around the estimate until the largest that fits is known. A peer's search begins where
+    that of the technique does which it is compared with."""
     row = measure_batch(model, name, 1, s, record)
-    i = max(bisect_right(BATCHES, row.get("largest", 0)) - 1, 0)
+    largest = estimated(model, name if name in OURS else TECHNIQUES[name].on, s)["largest"]
+    i = max(bisect_right(BATCHES, largest) - 1, 0)
     grows = None
     while "tok_per_s" in row and 0 <= i < len(BATCHES):
         tried = measure_batch(model, name, BATCHES[i], s, record)
@@ -119,16 +118,14 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
     flags = flags_of(name, s)
+    key = {"model": model, "technique": name, "batch": batch}
     point = {
         "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
         "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
         "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
+        "cpu_gib": estimated(model, name, s, batch)["cpu_gib"] if name in OURS else 0.0,
     }  # fmt: skip
-    key = {"model": model, "technique": name, "batch": batch}
-    row = estimated(model, name, s) | point | {"cpu_gib": cpu_gib_of(point)}
-    return record.measure(
-        "points", key, lambda: row | sweep.measure_point(point, s.steps)
-    )  # it estimates this batch's peak
+    return record.measure("points", key, lambda: point | sweep.measure_point(point, s.steps))
 
 
 def measure_loss(name: str, s: SimpleNamespace, record: Record) -> None:

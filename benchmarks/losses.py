@@ -31,7 +31,6 @@ from runtime.hf_names import hf_rows
 trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
-keep = False  # keep rows measured with older code: for changes that do not affect rounding
 out = ""  # the record; default: benchmarks/records/losses.json
 
 OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
@@ -51,7 +50,7 @@ def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags
     with tempfile.TemporaryDirectory() as out_dir:
         argv = runner.train_argv(config, batch, block, "none", out_dir)
         argv += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
-        argv += [f"--seed={SEED}", f"--max_iters={steps}", "--log_interval=1", *flags]
+        argv += [f"--seed={SEED}", f"--max_iters={steps}", *flags]
         summary = runner.train(argv, out_dir)
         return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
 
@@ -96,9 +95,9 @@ def peer_losses(
     for i, blocks in enumerate(batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
-        read = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
-        losses.append(read()[0])
-    return {"losses": losses}
+        loss, _ = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
+        losses.append(loss)
+    return {"losses": torch.stack(losses).tolist()}
 
 
 def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:

@@ -141,10 +141,7 @@ def plot_snapshot(record: dict):
     """Memory in use over the allocations and frees of training steps."""
     figure, axes = plt.subplots(figsize=(10, 3.5))
     for row in (row for row in record["rows"] if "gib" in row):
-        gib = row["gib"]
-        if isinstance(gib, dict):  # in parts, in older records
-            gib = [sum(parts) for parts in zip(*gib.values(), strict=True)]
-        axes.plot([i / row["at"][-1] for i in row["at"]], gib, **style(row))
+        axes.plot([i / row["at"][-1] for i in row["at"]], row["gib"], **style(row))
         axes.axhline(row["peak_gib"], color=style(row)["color"], linewidth=0.8)
     axes.set(xlabel="allocations and frees, in their order, as a share of all", ylabel="GiB in use", ylim=(0, None))
     axes.legend()

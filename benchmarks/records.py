@@ -1,8 +1,8 @@
 """Records: JSON files in benchmarks/records/, each with the command that wrote it, device, versions and commit.
 
-A record has a list of rows for each kind of measurement. The same commit on the same card, with the same packages, adds
-rows to it and skips those that it has; anything else starts it anew. --keep=true keeps the rows of older commits until
-they are measured again, for changes that affect neither time nor memory. Each row names its commit (the oldest do not).
+A record has a list of rows for each kind of measurement, and each row names its commit (the oldest do not). A command
+on the same card, with the same packages, continues its record: it skips the rows that the same commit measured, and
+replaces older ones. On another card it starts the record anew.
 """
 
 import json
@@ -21,40 +21,14 @@ from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_json, read_losses
 
-PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
-OLD_KEYS = {"arm": "trainer", "rung": "technique"}  # older records have the names on the left
-OLD_TRAINERS = {  # in sweeps
-    "all": "nanocria", "long": "nanocria-long", "kernels": "nanocria-unfused", "torch": "nanocria-plain",
-    "lora": "nanocria-lora", "lora-fp8": "nanocria-lora-fp8", "qlora": "nanocria-qlora",
-    "qlora-fp8": "nanocria-qlora-fp8", "hf": "hf-masters", "liger": "hf-liger-masters", "peft": "hf-liger-lora",
-    "peft-qlora": "hf-liger-qlora", "liger-8bit": "hf-liger-8bit", "liger-galore": "hf-liger-galore",
-}  # fmt: skip
+WRITTEN = ["*.md", "benchmarks/records", "benchmarks/plots"]  # by bench.py itself
+
+IN_A_RUN = {"command", "device", "versions", "settings", "steps", "val_loss", "bits_per_byte"}
 
 
 def load(name: str) -> dict:
     """A record of benchmarks/records/, with its name."""
-    return read(RECORDS / f"{name}.json") | {"name": name}
-
-
-def load_all(prefix: str) -> list[dict]:
-    """The records whose names begin so."""
-    return [load(path.stem) for path in sorted(RECORDS.glob(f"{prefix}*.json"))]
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text(), object_hook=with_new_names)
-
-
-def with_new_names(row: dict) -> dict:
-    row = {OLD_KEYS.get(key, key): value for key, value in row.items()}
-    if "arms" in row:  # of a kernel, or of the snapshot
-        arms = row.pop("arms")
-        row["rows" if isinstance(arms, list) else "functions"] = arms
-    if "offload" in row and row.get("trainer") in OLD_TRAINERS:
-        row["trainer"] = OLD_TRAINERS[row["trainer"]]
-        if row["offload"] == "all":
-            row["trainer"] = row["trainer"].replace("masters", "offload")
-    return row
+    return json.loads((RECORDS / f"{name}.json").read_text()) | {"name": name}
 
 
 def write(path: Path, record: dict) -> None:
@@ -67,30 +41,28 @@ def write(path: Path, record: dict) -> None:
 class Record:
     """A record that a command fills: every row is written at once, because a later one may crash."""
 
-    def __init__(self, path: Path, head: dict, keep=False):
-        """head: what start() in runner.py found out. keep: --keep. Ends the program if path is something else."""
+    def __init__(self, path: Path, head: dict):
+        """head: what start() in runner.py found out. Ends the program if path is something else."""
         self.path = path
         self.head = head
         self.commit = head["versions"]["nanocria"]
-        self.keep = keep
-        self.missing = {}  # trainer -> the row that says what to install
-        if path.exists() and not self.continued():
-            print(f"{path} was measured with other code or on another device: starting anew")
-        self.data = self.continued() or dict(head)
+        self.data = self.continued()
 
-    def continued(self) -> dict | None:
-        """The record in the file with this command added to it; None if it is of other code, card or packages."""
+    def continued(self) -> dict:
+        """The record in the file with this command added to it, or a new one."""
         if not self.path.exists():
-            return None
+            return dict(self.head)
         try:
-            old = read(self.path)
-            same_code = self.commit == old["versions"]["nanocria"].split(", ")[-1] and is_clean(self.commit)
-        except (ValueError, TypeError, KeyError):
+            old = read_json(self.path)
+        except ValueError:
+            old = {}
+        if not {"command", "device", "versions"} <= old.keys():
             sys.exit(f"--out={self.path} exists and is not a benchmark record: name another file")
-        packages = (old["versions"].keys() & self.head["versions"].keys()) - {"nanocria"}
+        packages = old["versions"].keys() & self.head["versions"].keys() - {"nanocria"}
         same_packages = all(old["versions"][package] == self.head["versions"][package] for package in packages)
-        if old["device"] != self.head["device"] or not same_packages or not (same_code or self.keep):
-            return None
+        if old["device"] != self.head["device"] or not same_packages:
+            print(f"{self.path} was measured on another device or with other packages: starting anew")
+            return dict(self.head)
         commits = joined(", ", old["versions"]["nanocria"], self.commit)
         versions = old["versions"] | self.head["versions"] | {"nanocria": commits}
         return old | {"command": joined(" && ", old["command"], self.head["command"]), "versions": versions}
@@ -101,25 +73,19 @@ class Record:
 
     def measure(self, kind: str, key: dict, function: Callable[..., dict], /, *args, **arguments) -> dict:
         """The row with this key: the known one if this commit measured it, else the key and what the function returns.
-        A trainer that is not installed is tried only once."""
+        Uncommitted code is measured again."""
         known = self.find(kind, key)
-        if known and known.get("commit") == self.commit:
+        if known and known.get("commit") == self.commit and not self.commit.endswith(("-dirty", "unknown")):
             print(f"{describe(known)}  (measured before: delete {self.path} to repeat it)")
             return known
-        trainer = key.get("trainer")
-        if trainer in self.missing:
-            return self.missing[trainer]
-        row = self.add(kind, key, key | function(*args, **arguments))
-        if "missing" in row:
-            self.missing[trainer] = row
-        return row
+        return self.add(kind, key, key | function(*args, **arguments))
 
     def add(self, kind: str, key: dict, row: dict) -> dict:
         """Print the row, and write it unless it failed. It replaces one with the same key."""
         print(describe(row), flush=True)
-        if not {"missing", "failed"} & row.keys():
+        if "failed" not in row:
             row = row | {"commit": self.commit}
-            self.data = self.continued() or self.data  # another process, on another card, may fill the same file
+            self.data = self.continued()  # another process, on another card, may fill the same file
             rows = self.data.setdefault(kind, [])
             old = self.find(kind, key)
             if old:
@@ -151,14 +117,10 @@ def origin(name: str, argv: list[str], device: str) -> dict:
 def commit() -> str:
     """run_log.git_commit(), but rewritten records and pages do not make the code dirty."""
     name = run_log.git_commit()
-    changed = [*run_log.git(ROOT), "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
+    changed = [*run_log.git(ROOT), "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in WRITTEN)]
     if name.endswith("-dirty") and subprocess.run(changed, cwd=ROOT, capture_output=True).returncode == 0:
         return name.removesuffix("-dirty")
     return name
-
-
-def is_clean(commit: str) -> bool:
-    return commit != "unknown" and not commit.endswith("-dirty")
 
 
 def keep_summary(run_folder: str, name: str) -> None:
@@ -170,7 +132,8 @@ def keep_summary(run_folder: str, name: str) -> None:
         losses = read_losses(Path(run_folder))
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    if "bits_per_byte" not in run or run["steps"] != run["settings"]["max_iters"]:
+    is_whole = run.keys() >= IN_A_RUN and isinstance(run["settings"], dict)
+    if not is_whole or run["steps"] != run["settings"].get("max_iters"):
         sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
     val_curve = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
     write(RECORDS / f"{name}.json", run | {"val_curve": val_curve})

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from configurator import SettingError, help_text, read_command_line, read_script
+from model import LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -40,13 +41,10 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
     for name in (flag.removeprefix("--").partition("=")[0] for flag in flags):
         if name in SET_BY_BENCHMARKS:
             raise SettingError(f"-- --{name}: each measured run sets its own; --help lists what goes before the --")
-    for name, value in values.items():
-        if type(value) in (int, float) and value <= 0:
-            raise SettingError(f"--{name}={value}: it must be above 0")
+        if "trainers" in values and name in LlamaConfig.__dataclass_fields__:
+            raise SettingError(f"-- --{name}: the other trainers would train another model; write it in a config")
     for name, known in (lists or {}).items():
         values[name] = [one_of(name, part, known) for part in values[name].split(",") if part]
-        if namespace[name] and not values[name]:
-            raise SettingError(f"--{name}= is empty")
     if "out" in values:
         values["out"] = Path(values["out"] or ROOT / out).expanduser()
     command = [word for word in argv if not word.startswith("--out=")]
@@ -54,18 +52,15 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
 
 
 def one_of(setting: str, text: str, known: Iterable[str] | Callable):
-    if not callable(known) and text not in known:
+    """The text, if it is known, or what the function reads in it."""
+    if callable(known):
+        try:
+            return known(text)
+        except ValueError as error:
+            raise SettingError(f"--{setting}={text}: {error}") from None
+    if text not in known:
         raise SettingError(f"--{setting}={text}: there are {', '.join(known)}")
-    try:
-        return known(text) if callable(known) else text
-    except ValueError as error:
-        raise SettingError(f"--{setting}={text}: {error}") from None
-
-
-def whole_number(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise ValueError("whole numbers, at least 1")
-    return int(text)
+    return text
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ out/snapshot_NAME.html shows them in a browser, out/snapshot_NAME.pickle at http
 out/snapshot.png shows the memory in use over the last allocations and frees.
 """
 
+import itertools
 import pickle
 import tempfile
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Literal
 from torch.cuda import _memory_viz
 
 from benchmarks import runner
-from benchmarks.estimate import resolve
 from benchmarks.settings import ROOT, read_settings
 from benchmarks.trainers import TRAINERS
 
@@ -36,10 +36,7 @@ POINTS = 400  # that the record keeps of a timeline
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = read_settings(globals(), argv, {"trainers": TRAINERS}, "out/snapshot.json", for_train_py=True)
-    named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
-    resolve(s.config, 1, named, s.flags)  # check that train.py accepts them
-    return s
+    return read_settings(globals(), argv, {"trainers": TRAINERS}, "out/snapshot.json", for_train_py=True)
 
 
 def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
@@ -59,29 +56,21 @@ def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
 def timeline(snapshot: dict) -> list[int]:
     """Bytes in use after each of the recorded allocations and frees."""
     trace = max(snapshot["device_traces"], key=len)
-    changes = []
-    for entry in trace:
-        if entry["action"] == "alloc":
-            changes.append(entry["size"])
-        elif entry["action"] == "free_requested":
-            changes.append(-entry["size"])
+    signs = {"alloc": 1, "free_requested": -1}
+    changes = [signs[entry["action"]] * entry["size"] for entry in trace if entry["action"] in signs]
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
     at_the_end = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
-    in_use = at_the_end - sum(changes)  # before the first
-    totals = []
-    for change in changes:
-        in_use += change
-        totals.append(in_use)
-    return totals
+    return list(itertools.accumulate(changes, initial=at_the_end - sum(changes)))[1:]
 
 
 def last_steps(totals: list[int]) -> dict:
     """The timeline of about the last two of ten steps, in at most about POINTS points, in GiB, and its peak."""
     totals = totals[-len(totals) // 5 :]
-    stride = max(1, len(totals) // POINTS)
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    kept = sorted({*range(0, len(totals), stride), peak})
-    return {"peak_gib": totals[peak] / 2**30, "at": kept, "gib": [round(totals[i] / 2**30, 3) for i in kept]}
+    peak = totals.index(max(totals))
+    indices = sorted({*range(0, len(totals), max(1, len(totals) // POINTS)), peak})
+    return {
+        "peak_gib": totals[peak] / 2**30, "at": indices, "gib": [round(totals[i] / 2**30, 3) for i in indices],
+    }  # fmt: skip
 
 
 def measure(trainer: str, flags: list[str], **point) -> dict:

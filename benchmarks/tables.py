@@ -1,9 +1,20 @@
-"""Tables of a record's rows: TABLES says what each kind of rows shows."""
+"""Tables of a record's rows: TABLES says what each kind of rows shows.
 
+`python bench.py readme` writes them into README.md and benchmarks/README.md, wherever a page has a marker:
+
+<!-- table: step points -->              the rows `points` of benchmarks/records/step.json
+<!-- /table -->
+<!-- table: linux_114m whole_runs -->    one row for each record whose name begins so, of a run of train.py
+"""
+
+import json
+import re
 import statistics
 from collections.abc import Callable, Iterable
 
+from benchmarks.settings import RECORDS, ROOT
 from benchmarks.trainers import TRAINERS
+from data.files import atomic_write
 
 HEADERS = {  # of a row's keys, where they differ from the key
     "batch": "sequences", "block": "tokens of each", "ranks": "GPUs", "tok_per_s": "tok/s", "mfu": "MFU",
@@ -73,14 +84,14 @@ def title(row: dict) -> str:
     return TRAINERS[trainer].title if trainer in TRAINERS else f"`{trainer}`"
 
 
-def side_by_side(rows: Iterable[dict], keys: str) -> str:
-    """Tokens per second and peak GiB, with a column for each trainer and a line for each place, named by the keys."""
+def side_by_side(rows: Iterable[dict], keys="batch block") -> str:
+    """Tokens per second and peak GiB, with a column for each trainer and a line for each point, named by the keys."""
     lines = {}
     for row in rows:
-        place = tuple(cell(row, key) for key in keys.split())
-        lines.setdefault(place, {})[title(row)] = speed_and_memory(row)
+        point = tuple(cell(row, key) for key in keys.split())
+        lines.setdefault(point, {})[title(row)] = speed_and_memory(row)
     titles = list(dict.fromkeys(name for line in lines.values() for name in line))
-    cells = [[*place, *(line.get(name, "-") for name in titles)] for place, line in lines.items()]
+    cells = [[*point, *(line.get(name, "-") for name in titles)] for point, line in lines.items()]
     return markdown([*map(header, keys.split()), *titles], cells)
 
 
@@ -92,15 +103,8 @@ def speed_and_memory(row: dict) -> str:
 
 
 def sweep_table(rows: list[dict]) -> str:
-    """All points, by size, with the settings that differ between them."""
     order = list(TRAINERS)
-    rows = sorted(rows, key=lambda row: (row["batch"], row["block"], order.index(row["trainer"])))
-    settings = ("checkpointing", "offload", "flags")
-    return side_by_side(rows, " ".join(["batch", "block", *(key for key in settings if differs(rows, key))]))
-
-
-def differs(rows: list[dict], key: str) -> bool:
-    return len({row[key] for row in rows}) > 1
+    return side_by_side(sorted(rows, key=lambda row: (row["batch"], row["block"], order.index(row["trainer"]))))
 
 
 def adapters_table(rows: list[dict]) -> str:
@@ -113,7 +117,7 @@ def qlora_table(rows: list[dict]) -> str:
     trainers = ("nanocria-qlora-fp8", "nanocria-qlora", "hf-liger-qlora")
     rows = [row for row in rows if is_measured(row) and row["trainer"] in trainers and row["block"] <= 32768]
     rows.sort(key=lambda row: (row["batch"] * row["block"], row["batch"], row["tok_per_s"]))  # the last one counts
-    return side_by_side(rows, "batch block")
+    return side_by_side(rows)
 
 
 def last_third(numbers: Iterable[float]) -> float:
@@ -122,25 +126,30 @@ def last_third(numbers: Iterable[float]) -> float:
     return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
-def losses_table(rows: list[dict], keys="trainer loss mean distance") -> str:
+def losses_table(rows: list[dict]) -> str:
     """The mean loss over the last third of the steps; its mean and mean absolute difference from float32's there."""
+    exact = {row["steps"]: row["losses"] for row in rows if row["trainer"] == "float32"}
     lines = []
     for row in rows:
-        if "losses" not in row:
-            continue
         line = row | {"loss": last_third(row["losses"])}
-        for other in rows:
-            is_reference = other.get("trainer") == "float32" and other is not row
-            if is_reference and len(other.get("losses", [])) == len(row["losses"]):
-                differences = [loss - exact for loss, exact in zip(row["losses"], other["losses"], strict=True)]
-                line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
+        if row["steps"] in exact and row["trainer"] != "float32":
+            pairs = zip(row["losses"], exact[row["steps"]], strict=True)
+            differences = [loss - of_float32 for loss, of_float32 in pairs]
+            line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
         lines.append(line)
-    return table(lines, keys)
+    return table(lines, "trainer loss mean distance")
+
+
+def ladder_losses_table(rows: list[dict]) -> str:
+    return table([row | {"loss": last_third(row["losses"])} for row in rows], "model technique loss")
 
 
 def finetune_table(rows: list[dict]) -> str:
-    lines = [row | {"val": ", ".join(f"{loss:.4f}" for _, loss in row["val"])} for row in rows if "val" in row]
-    return losses_table(lines, "trainer steps rate loss val")
+    lines = []
+    for row in rows:
+        val_losses = ", ".join(f"{loss:.4f}" for _, loss in row["val"])
+        lines.append(row | {"loss": last_third(row["losses"]), "val": val_losses})
+    return table(lines, "trainer steps rate loss val")
 
 
 def ladder_table(rows: list[dict]) -> str:
@@ -194,7 +203,7 @@ TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -
              "baby": "trainer ms_per_step tok_per_s"},
     "sweep": {"batch": sweep_table, "seq": sweep_table},
     "--preset=finetune": {"batch": adapters_table},
-    "ladder": {"points": ladder_table, "losses": lambda rows: losses_table(rows, "model technique loss")},
+    "ladder": {"points": ladder_table, "losses": ladder_losses_table},
     "gpus": {"scaling": POINT, "8b": POINT, "optimizers": POINT,
              "saves": "ranks checkpoint_bytes seconds_without seconds_with cost resume_seconds",
              "memory": "ranks cpu_gib saved_cpu_gib resumed_cpu_gib checkpoint_bytes save_seconds resume_seconds"},
@@ -218,3 +227,49 @@ def of_record(record: dict) -> dict[str, str]:
         if rows:
             tables[kind] = table(rows, how) if isinstance(how, str) else how(rows)
     return tables
+
+
+# --- In the pages ---
+
+MARKED = re.compile(r"<!-- table: (\S+) (\S+) -->\n.*?<!-- /table -->", re.DOTALL)
+
+
+def of_runs(prefix: str) -> str:
+    """The runs of train.py whose records begin so, the best first."""
+    runs = []
+    for path in RECORDS.glob(f"{prefix}*.json"):
+        run = json.loads(path.read_text())
+        runs.append(run | {"record": f"[{run['versions']['nanocria']}](benchmarks/records/{path.name})"})
+    return table(sorted(runs, key=lambda run: run["val_loss"]), RUNS)
+
+
+def with_caption(name: str, kind: str) -> str:
+    """A table of a record, and below it what it was measured on."""
+    path = f"benchmarks/records/{name}.json"
+    record = json.loads((ROOT / path).read_text())
+    made = qlora_table(record["batch"]) if kind == "qlora" else of_record(record)[kind]
+    limits = f"copies {record['copy_tb_s']:.2f} TB/s"
+    if "matmul_tflops" in record:
+        limits += f", matmuls {record['matmul_tflops']:.0f} TFLOP/s"
+    measured_on = f"{record['device']}, PyTorch {record['versions']['torch']}, {limits}"
+    return f"{made}\n\n{measured_on}; commands, commits and versions: [{path}]({path})"
+
+
+def render(text: str, page: str) -> str:
+    """The page with each of its tables written again."""
+
+    def written(marker: re.Match) -> str:
+        name, kind = marker.groups()
+        made = of_runs(name) if kind == "whole_runs" else with_caption(name, kind)
+        if "/" in page:
+            made = made.replace("benchmarks/records/", "records/")  # links from its folder
+        return f"<!-- table: {name} {kind} -->\n{made}\n<!-- /table -->"
+
+    return MARKED.sub(written, text)
+
+
+def write_pages() -> None:
+    for page in ("README.md", "benchmarks/README.md"):
+        text = render((ROOT / page).read_text(), page)
+        with atomic_write(ROOT / page) as file:  # a reader never sees half a page
+            file.write(text.encode())

@@ -14,8 +14,7 @@ import gc
 import itertools
 import os
 import statistics
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -33,12 +32,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import plain_llama
 from benchmarks.settings import ROOT
+from benchmarks.timing import mark, seconds_between
 from configurator import preview
 from data.loader import open_dataset
 from data.write import cpu_cores
 from model import Llama, LlamaConfig
 from runtime import memory_stats
-from runtime.device import send_to_cpu
 from runtime.hf_config import write_config
 from runtime.run_log import peak_flops
 
@@ -253,29 +252,26 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
-def hf(c: LlamaConfig, checkpointing: str, device, **options):
+def hf(c: LlamaConfig, checkpointing: str, device, optimizer=adamw, **options):
     """transformers' model in pure bf16: weights, gradients and optimizer states."""
     model, loss_of = hf_model(c, checkpointing, device, **options)
-    return model, loss_of, adamw(model)
+    return model, loss_of, optimizer(model)
 
 
-def hf_liger_8bit(c: LlamaConfig, checkpointing: str, device):
-    """hf-liger with bitsandbytes' 8-bit AdamW."""
+def bitsandbytes_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
     import bitsandbytes
 
-    model, loss_of = hf_model(c, checkpointing, device, liger=True)
-    return model, loss_of, bitsandbytes.optim.AdamW8bit(trained_parameters(model), **ADAMW)
+    return bitsandbytes.optim.AdamW8bit(trained_parameters(model), **ADAMW)
 
 
-def hf_liger_galore(c: LlamaConfig, checkpointing: str, device):
-    """hf-liger with galore-torch's 8-bit GaLore, of rank 128 and otherwise its own defaults, on the matrices."""
+def galore_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
+    """galore-torch's 8-bit GaLore, of rank 128 and otherwise its own defaults, on the matrices."""
     from galore_torch import GaLoreAdamW8bit
 
-    model, loss_of = hf_model(c, checkpointing, device, liger=True)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in trained_parameters(model) if not any(p is matrix for matrix in matrices)]
     galore = {"params": matrices, "rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-    return model, loss_of, GaLoreAdamW8bit([{"params": others}, galore], **ADAMW)
+    return GaLoreAdamW8bit([{"params": others}, galore], **ADAMW)
 
 
 def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
@@ -343,8 +339,8 @@ def hf_masters(c: LlamaConfig, checkpointing: str, device, liger=False, offload=
 # --- The step, and its measurement ---
 
 
-def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callable[[], list[float]]:
-    """Launch forward, backward, clip and update; return a function that waits for the loss and the gradient norm."""
+def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch forward, backward, clip and update; return the loss and the gradient norm, which may be on their way."""
     loss = loss_of(tokens, targets)
     loss.backward()
     grads = [parameter.grad for parameter in trained_parameters(model)]
@@ -354,8 +350,7 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callabl
     optimizer.step()
     del grads
     optimizer.zero_grad()
-    # an offloaded model's norm is on the CPU
-    return send_to_cpu(torch.stack([loss.detach().float(), norm.float().to(loss.device)]))
+    return loss.detach(), norm
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
@@ -368,7 +363,8 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
     return tokens[:, RANK].to(device)
 
 
-def over_ranks(values: list[float], op, device) -> list[float]:
+def over_ranks(values: list, op, device) -> list[float]:
+    """Reduce numbers, or scalars on the device, over all ranks."""
     values = torch.tensor(values, device=device)
     if RANKS > 1:
         dist.all_reduce(values, op)
@@ -393,6 +389,8 @@ def measure(
     """Train a peer for warmup + steps: the median step, the peak memory of the rank that needs most, and tokens per
     second and losses over all ranks. batch: per rank. warmup 5: any later step is as fast as the fifth. history: a file
     for PyTorch's record of all allocations.
+
+    As in train.py nothing waits for the GPU: it is asked for times and losses at the end.
     """
     device = own_device()
     torch.cuda.set_device(device)
@@ -405,7 +403,6 @@ def measure(
         torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
     losses = []
     ends = []
-    unread = deque()
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the same tokens in the first and the last step, so that their losses are comparable
     for step, blocks in enumerate(data):
@@ -414,16 +411,16 @@ def measure(
         if step == warmup:
             gc.collect()
             gc.disable()  # as in torchtitan: no collection in the middle of a step
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            ends = [time.perf_counter()]
-        unread.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()))
-        # As in train.py: read the loss after launching the next step, so that the GPU never waits.
-        while len(unread) > (step + 1 not in (warmup, len(data))):
-            losses.append(unread.popleft()()[0])
-            ends.append(time.perf_counter())
+            ends = [mark(device)]
+        loss, _ = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
+        losses.append(loss)
+        ends.append(mark(device))
     if history:
         torch.cuda.memory._dump_snapshot(history)
-    seconds = statistics.median(end - began for began, end in itertools.pairwise(ends))
+    torch.cuda.synchronize()
+    seconds = statistics.median(seconds_between(began, end) for began, end in itertools.pairwise(ends))
     tok_per_s = RANKS * batch * block / seconds
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
     if not last < first:  # or NaN
@@ -481,8 +478,11 @@ TRAINERS = {
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default"), HF),
     "hf-graphs": Trainer("Hugging Face compiled, CUDA graphs", partial(hf, compile_mode="reduce-overhead"), HF),
     "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger=True), LIGER),
-    "hf-liger-8bit": Trainer("Hugging Face + Liger + bitsandbytes", hf_liger_8bit, f"{LIGER} {BITS}"),
-    "hf-liger-galore": Trainer("Hugging Face + Liger + GaLore", hf_liger_galore, f"{LIGER} {BITS} galore-torch==1.0"),
+    "hf-liger-8bit": Trainer("Hugging Face + Liger + bitsandbytes",
+                             partial(hf, liger=True, optimizer=bitsandbytes_adamw8bit), f"{LIGER} {BITS}"),
+    "hf-liger-galore": Trainer("Hugging Face + Liger + GaLore",
+                               partial(hf, liger=True, optimizer=galore_adamw8bit),
+                               f"{LIGER} {BITS} galore-torch==1.0"),
     # adapters
     "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora, PEFT),
     "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True), f"{PEFT} {BITS}"),
@@ -491,4 +491,4 @@ TRAINERS = {
     "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True), LIGER),
     "hf-offload": Trainer("Hugging Face", partial(hf_masters, offload=True), HF),
     "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True, offload=True), LIGER),
-}
+}  # fmt: skip

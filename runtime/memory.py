@@ -385,8 +385,12 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
 
 
 def table(config: LlamaConfig, run: RunShape) -> str:
-    """The parts at the peak, one per line: name, GiB, arithmetic."""
+    """The parts at the peak and their sum, as lines_of() writes them."""
     phase, found = parts(config, run)
-    rows = [*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")]
-    width = max(len(part.name) for part in rows)
-    return "\n".join(f"{part.name:<{width}} {part.bytes / GIB:7.2f} GiB  {part.how}" for part in rows)
+    return lines_of([*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")])
+
+
+def lines_of(parts: list[Part]) -> str:
+    """One part a line: name, GiB, arithmetic."""
+    width = max(len(part.name) for part in parts)
+    return "\n".join(f"{part.name:<{width}} {part.bytes / GIB:7.2f} GiB  {part.how}" for part in parts)

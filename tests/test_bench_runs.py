@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
+import bench
 from benchmarks import child, gpus, ladder, records, runner, settings, snapshot, step, sweep, tables
 from benchmarks.records import Record
-from runtime import memory_stats
 from runtime.checkpoint import load_model
 from tests.runs import step_losses, wait_until
 
@@ -27,13 +28,6 @@ def record(tmp_path):
 # --- Processes ---
 
 
-def test_a_process_hands_over_the_last_object_that_it_prints():
-    prints = "print('{not json'); print('{\"a\": 1}'); print('bye')"
-    assert runner.run(["-c", prints])[0] == {"a": 1}
-    result, printed = runner.run(["-c", prints + "; raise SystemExit('Bang')"])
-    assert result is None and "Bang" in printed
-
-
 def test_functions_are_called_in_separate_processes():
     assert runner.call("records.load", ranks=2, name="step") == records.load("step")
     assert "no_such.json" in runner.call("records.load", name="no_such")["failed"]
@@ -43,12 +37,16 @@ def test_a_process_without_a_result_says_why():
     torchrun = "\nW1121 13:03:42.252000 4728 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\nError\n==="
     assert runner.failure("ValueError: this is it" + torchrun) == {"failed": "ValueError: this is it"}
     assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + torchrun) == {"oom": True}
-    missing = runner.failure("Traceback\nModuleNotFoundError: No module named 'torchtitan.models'")
-    assert missing["missing"].endswith("pip install 'torchtitan<0.3'")
+
+
+def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(runner.TRAINERS, "mine", runner.TRAINERS["hf"]._replace(requires="torch>=2 no-such-package<3"))
+    row = runner.train_steps("mine", 3, config="config/baby_llama.py", batch=1, block=8, checkpointing="none")
+    assert row["failed"] == "mine needs: pip install 'torch>=2' 'no-such-package<3'"
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_a_point_that_hangs_or_is_interrupted_is_killed_with_its_ranks(tmp_path, interrupt):
+def test_a_point_that_hangs_or_is_interrupted_is_ended_with_its_ranks(tmp_path, interrupt):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(
         f"import os, time\nopen({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
@@ -70,34 +68,30 @@ def test_a_point_that_hangs_or_is_interrupted_is_killed_with_its_ranks(tmp_path,
     wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
 
 
-def test_memory_limit_is_enforced(tmp_path, monkeypatch, capsys):
+def test_memory_limit_is_enforced(monkeypatch):
     fractions = []
     card = SimpleNamespace(total_memory=96 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: fractions.append(fraction))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(sys, "argv", ["as it was"])
-    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    child.within("24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8")
-    child.within("96", "-m", "this")
+    child.limit_memory(24.0)
+    child.limit_memory(96.0)
     assert fractions == [(0.25, 3), (1.0, 3)]
-    printed = capsys.readouterr().out
-    assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
     with pytest.raises(SystemExit, match="choose less"):
-        child.within("200", "-m", "this")
+        child.limit_memory(200.0)
 
 
 # --- Records ---
 
 
-def fill(path, rows, keep=False, **head):
-    record = Record(path, HEAD | head, keep)
+def fill(path, rows, **head):
+    record = Record(path, HEAD | head)
     for trainer, speed in rows.items():
         record.measure("points", {"trainer": trainer}, lambda speed=speed: {"tok_per_s": speed})
     return json.loads(path.read_text())
 
 
-def test_a_record_is_continued_by_the_same_commit_on_the_same_card_or_with_keep(tmp_path):
+def test_a_record_is_continued_on_the_same_card_and_known_rows_of_this_commit_are_skipped(tmp_path):
     def speeds(data):
         return {row["trainer"]: (row["tok_per_s"], row["commit"]) for row in data["points"]}
 
@@ -106,15 +100,15 @@ def test_a_record_is_continued_by_the_same_commit_on_the_same_card_or_with_keep(
     again = fill(path, {"hf": 9.0, "mine": 3.0}, command="python bench.py step --trainers=hf,mine")
     assert speeds(again) == {"hf": (1.0, "abc"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}, "hf is not repeated"
     assert again["command"] == "python bench.py step && python bench.py step --trainers=hf,mine"
-    kept = fill(path, {"hf": 9.0}, keep=True, versions={"nanocria": "def", "torch": "2"})
-    assert speeds(kept) == {"hf": (9.0, "def"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}
-    assert kept["versions"]["nanocria"] == "abc, def"
-    for change in ({"versions": {"nanocria": "ghi"}}, {"device": "other"}, {"versions": {"nanocria": "def-dirty"}}):
-        path.write_text(json.dumps(kept))
+    newer = fill(path, {"hf": 9.0}, versions={"nanocria": "def", "torch": "2"})
+    assert speeds(newer) == {"hf": (9.0, "def"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}
+    assert newer["versions"]["nanocria"] == "abc, def"
+    dirty = {"nanocria": "def-dirty", "torch": "2"}
+    fill(path, {"hf": 5.0}, versions=dirty)
+    assert speeds(fill(path, {"hf": 6.0}, versions=dirty))["hf"] == (6.0, "def-dirty"), "the code may differ"
+    for change in ({"device": "other"}, {"versions": {"nanocria": "def", "torch": "3"}}):
+        path.write_text(json.dumps(newer))
         assert list(speeds(fill(path, {"hf": 5.0}, **change))) == ["hf"], change
-    path.write_text(json.dumps(kept))
-    newer = {"nanocria": "def", "torch": "3"}
-    assert list(speeds(fill(path, {"hf": 5.0}, keep=True, versions=newer))) == ["hf"], "another PyTorch"
 
 
 def test_two_processes_on_two_cards_fill_one_record(tmp_path):
@@ -126,26 +120,18 @@ def test_two_processes_on_two_cards_fill_one_record(tmp_path):
     assert [row["trainer"] for row in json.loads(path.read_text())["points"]] == ["recipe", "hf", "torchtitan"]
 
 
-def test_a_failure_is_not_recorded_and_a_missing_trainer_is_tried_once(record):
-    ran = []
-
-    def measure(**row):
-        ran.append(row)
-        return row
-
-    for _ in range(2):
-        record.measure("points", {"trainer": "torchtitan", "batch": len(ran)}, measure, missing="No module")
-    record.measure("points", {"trainer": "hf"}, measure, failed="Bang")
-    record.measure("points", {"trainer": "hf-liger"}, measure, oom=True)
-    assert len(ran) == 3 and [row["trainer"] for row in json.loads(record.path.read_text())["points"]] == ["hf-liger"]
+def test_out_of_memory_is_recorded_and_a_failure_is_not(record):
+    record.measure("points", {"trainer": "hf"}, lambda: {"failed": "Bang"})
+    record.measure("points", {"trainer": "hf-liger"}, lambda: {"oom": True})
+    assert [row["trainer"] for row in json.loads(record.path.read_text())["points"]] == ["hf-liger"]
 
 
-def test_a_file_that_is_not_a_record_is_not_overwritten(tmp_path):
-    for text in ("", "[1]", "{}"):
-        (tmp_path / "list.json").write_text(text)
-        with pytest.raises(SystemExit, match="not a benchmark record"):
-            Record(tmp_path / "list.json", HEAD)
-        assert (tmp_path / "list.json").read_text() == text
+@pytest.mark.parametrize("text", ["", "[1]", "{}"])
+def test_a_file_that_is_not_a_record_is_not_overwritten(tmp_path, text):
+    (tmp_path / "list.json").write_text(text)
+    with pytest.raises(SystemExit, match="not a benchmark record"):
+        Record(tmp_path / "list.json", HEAD)
+    assert (tmp_path / "list.json").read_text() == text
 
 
 def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
@@ -168,6 +154,39 @@ def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
         assert records.commit() == commit + dirty, name
 
 
+# --- The commands on a CPU, tiny ---
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, plain_pytorch_on_one_core):
+    """A tiny model that trains on the CPU."""
+    config = tmp_path / "tiny.py"
+    config.write_text(
+        "n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 32, 64, 257\n"
+        "device, dtype, kernels, attention = 'cpu', 'float32', 'none', 'sdpa'\n"
+    )
+    monkeypatch.setattr(runner, "CONFIG", str(config))
+    monkeypatch.setattr(runner, "start", lambda name, s, **options: Record(s.out, HEAD | {"command": name}))
+    return str(config)
+
+
+def test_the_step_is_measured_on_a_cpu(tiny, tmp_path, capsys):
+    out = tmp_path / "step.json"
+    bench.main(f"step --trainers=nanocria --shapes=2x16 --checkpointing=none,full --steps=3 --out={out}".split())
+    rows = json.loads(out.read_text())["points"]
+    assert [row["checkpointing"] for row in rows] == ["none", "full"]
+    assert all(row["tok_per_s"] == pytest.approx(32_000 / row["ms_per_step"]) and row["peak_gib"] > 0 for row in rows)
+    assert "| 2 | 16 | full |" in capsys.readouterr().out
+
+
+def test_a_batch_is_measured_on_a_cpu(tiny, tmp_path):
+    out = tmp_path / "sweep.json"
+    bench.main(f"--batches=2 --block_size=16 --steps=2 --config={tiny} --out={out}".split())
+    (row,) = json.loads(out.read_text())["batch"]
+    assert row["tok_per_s"] == pytest.approx(32_000 / row["ms_per_step"]) and row["estimated_gib"] > 0
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
 # --- What is run ---
 
 
@@ -175,26 +194,28 @@ class Card:
     """Stands for a card with room for so many tokens per step; records what was run, and within how many GiB."""
 
     def __init__(self, monkeypatch, tokens=5000):
-        self.tokens, self.ran, self.limits = tokens, [], set()
+        self.tokens = tokens
+        self.ran = []
+        self.limits = set()
         monkeypatch.setattr(runner, "run", self.run)
-        monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
+        monkeypatch.setattr(runner, "missing", lambda trainer: {})
 
-    def run(self, command, ranks=1, limit_gib=None):
+    def run(self, words, ranks=1):
+        _, _, limit, *command = words  # -m benchmarks.child
         self.ran.append((ranks, *command))
-        self.limits.add(limit_gib)
+        self.limits.add(float(limit))
         if command[0] == "train.py":
             flags = dict(word[2:].split("=") for word in command if word.startswith("--"))
-            size, folder = int(flags["batch_size"]) * int(flags["block_size"]), Path(flags["out_dir"])
+            size = int(flags["batch_size"]) * int(flags["block_size"])
         else:
             spec = json.loads(command[-1])
-            size, folder = spec["batch"] * spec["block"], None
+            size = spec["batch"] * spec["block"]
         if size > self.tokens:
-            return None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate much."
-        numbers = {"ms_per_step": 1.0, "tok_per_s": 1000.0 * size, "mfu": 0.4, "peak_gib": size / 1000}
-        if folder is None:
-            return numbers, ""
-        (folder / "summary.json").write_text(json.dumps(numbers))
-        return None, "much text"
+            return 1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate much."
+        numbers = json.dumps({"ms_per_step": 1.0, "tok_per_s": 1000.0 * size, "mfu": 0.4, "peak_gib": size / 1000})
+        if command[0] == "train.py":
+            Path(flags["out_dir"], "summary.json").write_text(numbers)
+        return 0, f"much text\n{numbers}"
 
 
 def rows_of(record, *kinds):
@@ -218,32 +239,13 @@ def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(monkeypatch, record)
     s = sweep.parse(["--preset=study"], 1)
     sweep.grow(s, record)
     assert s.out == settings.RECORDS / "study.json" and s.command == ["--preset=study"]
-    assert [row["batch"] for row in rows_of(record, "batch")] == [1] * 6 + [4] * 6
+    assert [row["batch"] for row in rows_of(record, "batch")] == [1] * 6 + [4] * 6, "each until it does not fit"
     assert [row["block"] for row in rows_of(record, "seq")] == [512] * 6 + [1024] * 6
     assert card.limits == {24} and {row["offload"] for row in rows_of(record, "batch", "seq")} == {"all"}
     plain, unfused, ours, long, hf, liger = card.ran[:6]
     assert {"--kernels=none", "--offload=all"} < set(plain)
     assert "--kernels=blocks" in unfused and "--offload_activations=true" in long and "--offload=all" in ours
     assert json.loads(hf[-1]) | {"trainer": "hf-offload", "checkpointing": "full", "warmup": 2} == json.loads(hf[-1])
-
-
-def test_a_trainer_out_of_memory_is_not_tried_with_more_and_the_others_go_on(monkeypatch, record):
-    Card(monkeypatch)
-    steps = lambda trainer, *_, batch, **__: {"oom": True} if trainer.endswith("plain") else {"tok_per_s": 1.0}  # noqa: E731
-    monkeypatch.setattr(runner, "train_steps", steps)
-    sweep.grow(sweep.parse(["--trainers=nanocria-plain,nanocria,hf-masters", "--batches=4,1"], 1), record)
-    found = [(row["trainer"], row["batch"]) for row in rows_of(record, "batch")]
-    assert found == [("nanocria-plain", 1), ("nanocria", 1), ("hf-masters", 1), ("nanocria", 4), ("hf-masters", 4)]
-
-
-def test_each_offload_and_checkpointing_is_a_series(monkeypatch):
-    words = ["--offload=none,all", "--checkpointing=none,selective", "--trainers=nanocria,hf-masters,recipe"]
-    series = sweep.all_series(sweep.parse(words, 1))
-    assert series == [
-        ("nanocria", "none", "none"), ("hf-masters", "none", "none"), ("recipe", "none", "none"),
-        ("nanocria", "none", "all"), ("nanocria", "selective", "none"), ("recipe", "selective", "none"),
-        ("nanocria", "selective", "all"),
-    ]  # fmt: skip
 
 
 def test_adapters_stand_on_random_weights(monkeypatch, tmp_path, record):
@@ -274,15 +276,6 @@ def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monke
     }  # fmt: skip
 
 
-def test_an_unmeasurable_point_says_why(monkeypatch, record):
-    card = Card(monkeypatch)
-    point = sweep.point_of("nanocria", "none", "optimizer", 1, 1024, sweep.parse([], 1))
-    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 4 * 2**30)
-    assert "16.1 GiB of CPU memory" in sweep.measure_point(point)["failed"]
-    assert "18.4 GiB" in sweep.measure_point(point | {"trainer": "hf-offload"})["failed"]
-    assert "offload_activations" in sweep.measure_point(point | {"trainer": "nanocria-long"})["failed"] and not card.ran
-
-
 def test_the_step_is_measured_of_each_trainer_at_each_shape(monkeypatch, record):
     card = Card(monkeypatch, tokens=20_000)
     words = ["--trainers=nanocria,hf,hf-graphs", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
@@ -302,6 +295,7 @@ def test_a_timeline_adds_up_allocations_and_frees():
     blocks = [{"state": "active_allocated", "requested_size": 115}, {"state": "inactive", "requested_size": 9}]
     taken = {"device_traces": [[], trace], "segments": [{"blocks": blocks}]}
     assert snapshot.timeline(taken) == [110, 105, 125, 115]
+    assert callable(_memory_viz.trace_plot), "the page is PyTorch's"
 
 
 # --- The ladder ---
@@ -348,33 +342,21 @@ def test_every_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on
 # --- Several GPUs ---
 
 
-def measure_gpus(record, *words, n_gpus=4):
-    s = gpus.parse(list(words), n_gpus)
+def test_each_point_is_a_run_on_so_many_ranks_and_8b_takes_all(monkeypatch, record):
+    card = Card(monkeypatch, tokens=2**20)
+    s = gpus.parse(["--measure=scaling,8b"], n_gpus=4)
     for kind in s.measure:
         gpus.measure_points(kind, s, record)
-    return rows_of(record, *s.measure)
-
-
-def test_each_point_is_a_run_on_so_many_ranks(monkeypatch, record):
-    card = Card(monkeypatch, tokens=2**20)
-    rows = measure_gpus(record, "--measure=scaling")
-    assert [(row["ranks"], row["trainer"]) for row in rows] == [
+    assert [(row["ranks"], row["trainer"]) for row in rows_of(record, "scaling")] == [
         *((n, name) for n in (4, 2) for name in gpus.POINTS["scaling"][-1]),
         (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
     ]  # fmt: skip
     ranks, *zero2 = card.ran[1]
     assert ranks == 4 and {"--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=zero2"} < set(zero2)
-    assert gpus.parse(["--ranks=4,1,2"], n_gpus=2).ranks == [1, 2], "ranks without GPUs are left out"
-
-
-def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch, record):
-    Card(monkeypatch, tokens=2**20)
-    rows = measure_gpus(record, "--measure=8b")
+    rows = rows_of(record, "8b")
     assert len(rows) == 10 and {row["ranks"] for row in rows} == {4}
     assert {row["trainer"] for row in rows if row["checkpointing"] == "selective"} == {"nanocria"}
-    words = ["--measure=8b", "--trainers=recipe-zero2", "--shapes=2x4096,4x4096", "--checkpointing=none,full"]
-    found = [(row["batch"], row["checkpointing"]) for row in measure_gpus(record, *words)[10:]]
-    assert found == [(2, "none"), (4, "none"), (2, "full"), (4, "full")], "all asked for"
+    assert gpus.parse(["--ranks=4,1,2"], n_gpus=2).ranks == [1, 2], "ranks without GPUs are left out"
 
 
 @pytest.mark.parametrize("kind, steps", [("saves", 200), ("memory", 3)])
@@ -386,7 +368,8 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
         Path(out_dir).mkdir(exist_ok=True)
         saves = "--keep_last=1" in argv
         lines = [{"step": 100, "loss": 1.0, "time": 9.0}, {"step": 200, "loss": 1.0, "time": 75.0 if saves else 53.0}]
-        Path(out_dir, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if len(ran) < 3:  # the third one resumes, and is not timed
+            Path(out_dir, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if saves:
             folder = Path(out_dir) / "step_000200"
             folder.mkdir()
