@@ -1,4 +1,4 @@
-"""Run benchmarks, and turn their records into the tables and plots of README.md and benchmarks/README.md.
+"""Run benchmarks, and turn their records into the tables of benchmarks/README.md and the plots of both pages.
 
     python bench.py                             what fits in this card: the batch of Llama 3.2 1B grows up to the limit
     python bench.py --preset=study              in 24 GiB, against Hugging Face and Liger
@@ -17,7 +17,7 @@
     python bench.py run FOLDER...               plots and tabulates the losses of training runs
     python bench.py record FOLDER NAME          saves a training run's summary.json and validation
                                                 losses as benchmarks/records/NAME.json
-    python bench.py readme                      draws the plots and writes the tables of both pages
+    python bench.py readme                      draws the plots and writes benchmarks/README.md's tables
 
 Every setting is --key=value; COMMAND --help lists them.
 """
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
             case ["readme"]:
                 from benchmarks import plots, tables
 
-                tables.write_pages()
+                tables.write_page()
                 plots.draw_all()
             case [command, *_] if not command.startswith("-"):
                 sys.exit(f"Unknown command {command}: there are {', '.join(COMMANDS)}, record FOLDER NAME, readme")

@@ -1,6 +1,6 @@
 """Tables of a record's rows: TABLES says what each kind of rows shows.
 
-`python bench.py readme` writes them into README.md and benchmarks/README.md, wherever a page has a marker:
+`python bench.py readme` writes them into benchmarks/README.md, wherever it has a marker:
 
 <!-- table: step points -->              the rows `points` of benchmarks/records/step.json
 <!-- /table -->
@@ -112,14 +112,6 @@ def adapters_table(rows: list[dict]) -> str:
     return table(rows, "batch block trainer checkpointing flags tok_per_s peak_gib")
 
 
-def qlora_table(rows: list[dict]) -> str:
-    """The fastest settings of each trainer at each size that fits all three."""
-    trainers = ("nanocria-qlora-fp8", "nanocria-qlora", "hf-liger-qlora")
-    rows = [row for row in rows if is_measured(row) and row["trainer"] in trainers and row["block"] <= 32768]
-    rows.sort(key=lambda row: (row["batch"] * row["block"], row["batch"], row["tok_per_s"]))  # the last one counts
-    return side_by_side(rows)
-
-
 def last_third(numbers: Iterable[float]) -> float:
     """The mean of the last third of the numbers."""
     numbers = list(numbers)
@@ -229,8 +221,9 @@ def of_record(record: dict) -> dict[str, str]:
     return tables
 
 
-# --- In the pages ---
+# --- In the page ---
 
+PAGE = "benchmarks/README.md"
 MARKED = re.compile(r"<!-- table: (\S+) (\S+) -->\n.*?<!-- /table -->", re.DOTALL)
 
 
@@ -239,37 +232,33 @@ def of_runs(prefix: str) -> str:
     runs = []
     for path in RECORDS.glob(f"{prefix}*.json"):
         run = json.loads(path.read_text())
-        runs.append(run | {"record": f"[{run['versions']['nanocria']}](benchmarks/records/{path.name})"})
+        runs.append(run | {"record": f"[{run['versions']['nanocria']}](records/{path.name})"})
     return table(sorted(runs, key=lambda run: run["val_loss"]), RUNS)
 
 
 def with_caption(name: str, kind: str) -> str:
     """A table of a record, and below it what it was measured on."""
-    path = f"benchmarks/records/{name}.json"
-    record = json.loads((ROOT / path).read_text())
-    made = qlora_table(record["batch"]) if kind == "qlora" else of_record(record)[kind]
+    record = json.loads((RECORDS / f"{name}.json").read_text())
     limits = f"copies {record['copy_tb_s']:.2f} TB/s"
     if "matmul_tflops" in record:
         limits += f", matmuls {record['matmul_tflops']:.0f} TFLOP/s"
     measured_on = f"{record['device']}, PyTorch {record['versions']['torch']}, {limits}"
-    return f"{made}\n\n{measured_on}; commands, commits and versions: [{path}]({path})"
+    link = f"[records/{name}.json](records/{name}.json)"
+    return f"{of_record(record)[kind]}\n\n{measured_on}; commands, commits and versions: {link}"
 
 
-def render(text: str, page: str) -> str:
+def render(text: str) -> str:
     """The page with each of its tables written again."""
 
     def written(marker: re.Match) -> str:
         name, kind = marker.groups()
         made = of_runs(name) if kind == "whole_runs" else with_caption(name, kind)
-        if "/" in page:
-            made = made.replace("benchmarks/records/", "records/")  # links from its folder
         return f"<!-- table: {name} {kind} -->\n{made}\n<!-- /table -->"
 
     return MARKED.sub(written, text)
 
 
-def write_pages() -> None:
-    for page in ("README.md", "benchmarks/README.md"):
-        text = render((ROOT / page).read_text(), page)
-        with atomic_write(ROOT / page) as file:  # a reader never sees half a page
-            file.write(text.encode())
+def write_page() -> None:
+    text = render((ROOT / PAGE).read_text())
+    with atomic_write(ROOT / PAGE) as file:  # a reader never sees half a page
+        file.write(text.encode())
