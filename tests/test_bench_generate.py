@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import generate, runner, settings
+from benchmarks import generate, runner
+from benchmarks.records import Record
 from test_kernels import HAS_GPU
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -38,27 +38,12 @@ def test_transformers_generates_as_many_tokens_with_the_its_cache(trainer, cache
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found
 
 
-def test_generate_has_a_record_on_a_gpu_and_another_on_a_cpu(monkeypatch):
-    for on_gpu, out in ((True, settings.RECORDS / "generate.json"), (False, settings.ROOT / "out/generate.json")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
-        assert generate.parse([]).out == out
-
-
-@pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")
-def test_generate_benchmark_runs_on_a_cpu(monkeypatch, tmp_path):
-    really, specs = runner.run, []
-
-    def run(command, *more):
-        if "timing.card" in command:
-            return really(command, *more)
-        specs.append(json.loads(command[-1]))
-        return {"tok_per_s": 20.0, "step_ms": 40.0, "of_copy": 0.5}, ""
-
-    monkeypatch.setattr(runner, "run", run)
-    generate.main(["--batches=1", f"--out={tmp_path / 'cpu.json'}"])
-    saved = json.loads((tmp_path / "cpu.json").read_text())
-    assert saved["device"].startswith("CPU, ") and 0.001 < saved["copy_tb_s"] < 2
-    assert [spec["trainer"] for spec in specs] == [row["trainer"] for row in saved["points"]] == [
-        "nanocria", "hf", "hf-static"
-    ]  # fmt: skip
-    assert {spec["copy_tb_s"] for spec in specs} == {saved["copy_tb_s"]}
+def test_generate_is_measured_on_a_cpu(monkeypatch, tmp_path):
+    head = {"command": "python bench.py generate", "device": "CPU", "copy_tb_s": 0.03, "versions": {"nanocria": "abc"}}
+    monkeypatch.setattr(runner, "start", lambda name, s, on_cpu: Record(s.out, head))
+    monkeypatch.setattr(runner, "call", lambda function, **options: generate.measure(**options, **TINY))
+    words = "--config=config/baby_llama.py --batches=1,2 --prompt=8 --tokens=6 --trainers=nanocria,hf"
+    generate.main([*words.split(), f"--out={tmp_path / 'cpu.json'}"])
+    rows = json.loads((tmp_path / "cpu.json").read_text())["points"]
+    assert [(row["batch"], row["trainer"]) for row in rows] == [(n, who) for n in (1, 2) for who in ("nanocria", "hf")]
+    assert rows[0]["of_copy"] == pytest.approx(rows[0]["step_bytes"] / rows[0]["step_ms"] / 1e9 / 0.03)

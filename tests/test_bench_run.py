@@ -10,7 +10,8 @@ from benchmarks import records
 from runtime import loss_plot
 from runtime.run_log import RunLog
 
-WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
+WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0, command="python train.py",
+             device="CPU", versions={"nanocria": "abc"})  # fmt: skip
 
 
 def leave_run(folder, losses, every=10, settings=None, **summary):
@@ -44,29 +45,35 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, monkeypatch, capsys):
     assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
 
 
-def test_unreadable_runs_get_a_message(tmp_path, monkeypatch, capsys):
-    def said(*argv):
+def test_a_run_that_cannot_be_read_or_recorded_gets_a_sentence(tmp_path, monkeypatch):
+    def message(*argv):
         with pytest.raises(SystemExit) as caught:
             bench.main(list(argv))
         return caught.value.code
 
-    good, bad, none = (leave_run(tmp_path / name, [4.0, 3.0], **WHOLE) for name in "abc")
-    with open(good / "metrics.jsonl", "a") as file:
-        file.write('\nnull\n{"step": 30, "loss": 1.0}')  # another program's
-    bench.main(["run", str(good)])
-    assert "| 20 | 20,000 |" in capsys.readouterr().out
-    assert "is not supported" in said("run", str(good), f"--out={tmp_path}/plot.txt2")
-    assert "File exists" in said("run", str(good), f"--out={good}/metrics.jsonl/plot.png")
+    good = leave_run(tmp_path / "good", [4.0, 3.0], **WHOLE)
+    assert "is not supported" in message("run", str(good), f"--out={tmp_path}/plot.txt2")
     for name in ("no/such", ""):
-        assert said("record", str(good), name).startswith(f"{name!r} is not a valid name")
+        assert message("record", str(good), name).startswith(f"{name!r} is not a valid name")
+    partial = {key: value for key, value in WHOLE.items() if key != "bits_per_byte"}
+    odd = {
+        "resumed": WHOLE | {"steps": 8},
+        "partial": partial,
+        "list": WHOLE | {"settings": [1]},
+        "few": {"settings": {}},
+    }
+    for name, summary in odd.items():
+        folder = leave_run(tmp_path / name, [4.0, 3.0], **summary)
+        assert "makes no record" in message("record", str(folder), "mine"), name
+    bad = leave_run(tmp_path / "bad", [4.0, 3.0], **WHOLE)
     (bad / "summary.json").write_text('{"steps": 20')
-    (none / "metrics.jsonl").unlink()
-    for argv in (["run", str(bad)], ["record", str(bad), "mine"]):
-        assert said(*argv).startswith(f"{bad}/summary.json cannot be read")
-    for argv in (["run", str(none)], ["record", str(none), "mine"]):
-        assert said(*argv).startswith(f"{none}/metrics.jsonl has no losses")
+    without = leave_run(tmp_path / "without", [4.0, 3.0], **WHOLE)
+    (without / "metrics.jsonl").unlink()
+    for words in (["run"], ["record", "mine"]):
+        assert message(words[0], str(bad), *words[1:]).startswith(f"{bad}/summary.json cannot be read")
+        assert message(words[0], str(without), *words[1:]).startswith(f"{without}/metrics.jsonl has no losses")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert said("run", str(good)) == "the plot needs matplotlib: pip install matplotlib"
+    assert message("run", str(good)) == "the plot needs matplotlib: pip install matplotlib"
 
 
 def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path):
@@ -101,13 +108,8 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
-    folder = leave_run(tmp_path / "a", [4.0, 3.0], **WHOLE)
-    resumed, in_part = WHOLE | {"steps": 8}, {key: WHOLE[key] for key in WHOLE if key != "bits_per_byte"}
-    for name, summary, said in (("b", resumed, "resumed"), ("c", in_part, "validation data")):
-        with pytest.raises(SystemExit, match=said):
-            bench.main(["record", str(leave_run(tmp_path / name, [4.0, 3.0], **summary)), "mine"])
     monkeypatch.setattr(records, "RECORDS", tmp_path)
-    bench.main(["record", str(folder), "mine"])
+    bench.main(["record", str(leave_run(tmp_path / "a", [4.0, 3.0], **WHOLE)), "mine"])
     kept = json.loads((tmp_path / "mine.json").read_text())
     assert kept["val_loss"] == 3.5 and kept["val_curve"] == [[20, 36_000.0, 3.5]]
 
