@@ -6,18 +6,11 @@ tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs 
 """
 
 import base64
-import hashlib
-import os
 import re
-import tempfile
 from pathlib import Path
 
-import requests  # tiktoken depends on it and downloads with it
 import tiktoken
 
-from data.files import atomic_write
-
-ROOT = Path(__file__).resolve().parents[1]
 # Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
 # numbers of at most three digits, punctuation, newlines, other whitespace.
 LLAMA3_PATTERN = "|".join(
@@ -59,19 +52,6 @@ BPE = {  # the model in a tokenizer.json, besides its vocab and merges
     "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
     "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
 }  # fmt: skip
-OPENAI = "https://openaipublic.blob.core.windows.net/"
-DOWNLOADS = {  # by tiktoken: path and SHA-256 of each file
-    "gpt2": {
-        "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    },
-    "cl100k_base": {
-        "encodings/cl100k_base.tiktoken": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-    },
-    "o200k_base": {
-        "encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-    },
-}
 
 
 def bytes_encoding() -> tiktoken.Encoding:
@@ -86,58 +66,30 @@ def bytes_encoding() -> tiktoken.Encoding:
 
 
 def openai_encoding(name: str) -> tiktoken.Encoding:
-    """One of DOWNLOADS, which tiktoken caches. Files under their own names in its cache or in the root also work.
-
-    Raises ValueError for a damaged file, FileNotFoundError naming all missing files if the download fails.
-    """
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    folder = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
-    missing = []
-    for path, sha256 in DOWNLOADS[name].items():
-        cached = folder / hashlib.sha1((OPENAI + path).encode()).hexdigest()  # tiktoken's own naming
-        given = next((place / Path(path).name for place in (folder, ROOT) if (place / Path(path).name).exists()), None)
-        found = given if given and not cached.exists() else cached
-        if not found.exists():
-            missing.append(OPENAI + path)
-        elif hashlib.sha256(found.read_bytes()).hexdigest() != sha256:
-            raise ValueError(f"{found} is damaged: delete it, and fetch {OPENAI + path} again")
-        elif found == given:
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(cached) as file:
-                file.write(given.read_bytes())
+    """One of OpenAI's vocabularies, which tiktoken downloads and keeps. Raises FileNotFoundError without a network."""
     try:
         return tiktoken.get_encoding(name)
-    except requests.RequestException as error:
+    except OSError as error:
         raise FileNotFoundError(
-            f"tokenizer {name} could not be downloaded ({error}): fetch {' and '.join(missing)} on a machine with a "
-            f"network, and copy the download to {folder} here (or to another folder, named by TIKTOKEN_CACHE_DIR)"
+            f"tokenizer {name} could not be downloaded ({error}). Set TIKTOKEN_CACHE_DIR to a folder, "
+            f"""run python -c 'import tiktoken; tiktoken.get_encoding("{name}")' on a machine with a network, """
+            "and copy the folder here"
         ) from error
 
 
 def llama3_encoding(content: bytes, file: Path) -> tiktoken.Encoding:
-    """Meta's tokenizer.model; its special tokens take the ids after the last rank."""
-    ranks = read_ranks(content, file)
-    special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
-
-
-def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:
-    """Read a tiktoken vocabulary: lines of `base64(token) rank`, with ranks 0, 1, 2, ... and all single bytes.
+    """Meta's tokenizer.model: lines of `base64(token) rank`. Its special tokens take the ids after the last rank.
 
     tiktoken's own loader caches by path, and would return the old vocabulary after the file has changed.
     """
-    ranks = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"{file}:{number} is not a line of a tiktoken vocabulary (base64 token, rank): is this the "
-                "tokenizer.model of Llama 3? Llama 2's has another format"
-            ) from error
+    try:
+        pairs = [line.split() for line in content.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise ValueError(f"{file} is not Llama 3's tokenizer.model: Llama 2's has another format") from error
     check_ranks(ranks, file)
-    return ranks
+    special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
+    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
@@ -146,14 +98,7 @@ def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# tokenizer.json
-
-
-def visible_bytes() -> dict[int, str]:
-    """A character for each byte, as GPT-2's files spell tokens: itself if printable, else one from U+0100 on."""
-    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printing]
-    return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+# tokenizer.json, read
 
 
 def is_vocabulary(name: str, content: dict) -> bool:
@@ -180,27 +125,8 @@ def pattern_of(content: dict) -> str:
     return content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
 
 
-def split_by(pattern: str) -> dict:
-    """A pre_tokenizer that splits a text by a pattern, and spells bytes as characters."""
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
-
-
-def first_id(post_processor: dict | None) -> int | None:
-    """The id that a tokenizer.json's post_processor puts before a text, or None."""
-    match post_processor:
-        case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_], "special_tokens": named}:
-            return named[token]["ids"][0]
-        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, token_id]}:
-            return token_id
-        case {"type": "Sequence", "processors": [*parts]}:
-            return next((found for found in map(first_id, parts) if found is not None), None)
-    return None
-
-
 def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
-    """Read what json_of_encoding wrote, or Llama 3's tokenizer.json. ValueError for any other file."""
+    """Read a tokenizer.json that is_vocabulary. ValueError if it is damaged."""
     byte_of = {char: byte for byte, char in visible_bytes().items()}
     try:
         ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
@@ -212,11 +138,28 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
         raise ValueError(f"{file} is damaged, or not {name}'s: {error!s:.200}") from error
 
 
+def first_id(post_processor: dict | None) -> int | None:
+    """The id that a tokenizer.json's post_processor puts before a text, or None."""
+    match post_processor:
+        case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_], "special_tokens": named}:
+            return named[token]["ids"][0]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, token_id]}:
+            return token_id
+        case {"type": "Sequence", "processors": [*parts]}:
+            return next((first for first in map(first_id, parts) if first is not None), None)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokenizer.json, written
+
+
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     """The content of a tokenizer.json. bos: the id that transformers is to put before each text; None: no id."""
     if encoding.name == "bytes":
         return json_of_bytes(encoding)
-    ranks, char_of = encoding._mergeable_ranks, visible_bytes()
+    ranks = encoding._mergeable_ranks
+    char_of = visible_bytes()
     spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
     merges = [
         [spelled[token[:i]], spelled[token[i:]]]
@@ -254,6 +197,20 @@ def json_of_bytes(encoding: tiktoken.Encoding) -> dict:
     }  # fmt: skip
 
 
+def visible_bytes() -> dict[int, str]:
+    """A character for each byte, as GPT-2's files spell tokens: itself if printable, else one from U+0100 on."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def split_by(pattern: str) -> dict:
+    """A pre_tokenizer that splits a text by a pattern, and spells bytes as characters."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
+
+
 def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
     options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
@@ -262,10 +219,11 @@ def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
 
 def begin_with(token: str, i: int) -> dict:
     """A post_processor that puts a token first."""
-    first = [{"SpecialToken": {"id": token, "type_id": 0}}]
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
-        "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [*first, *({"Sequence": {"id": name, "type_id": 0}} for name in "AB")],
+        "single": [first, a],
+        "pair": [first, a, b],
         "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
     }

@@ -22,7 +22,6 @@ from configurator import did_you_mean
 from data.files import read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
-    DOWNLOADS,
     begin_with,
     bytes_encoding,
     encoding_of_json,
@@ -31,18 +30,10 @@ from data.tiktoken_files import (
     llama3_encoding,
     openai_encoding,
 )
-from data.vocabulary import (
-    HuggingFace,
-    Tiktoken,
-    Tokenizer,
-    ids_of_json,
-    is_id,
-    named_templates,
-    spelling,
-    vocabulary_name,
-)
+from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, ids_of_json, is_id, spelling, vocabulary_name
 
-NAMES = ["bytes", *DOWNLOADS, "llama3"]
+OPENAI = ("gpt2", "cl100k_base", "o200k_base")
+NAMES = ["bytes", *OPENAI, "llama3"]
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder beside chat_template.jinja
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
@@ -50,27 +41,28 @@ LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
 LLAMA3_HASHES = {"tokenizer.json-6ea727c43071", "tokenizer.json-05ed779349be"}  # of 3.1 and later, of 3.0
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
-DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def get_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer with this name, or in this folder or file.
 
-    Raises ValueError for an unknown name or a damaged file; FileNotFoundError, saying where to get the files and where
-    to put them, if they are missing and cannot be downloaded; ImportError without the package that reads them.
+    Raises ValueError for an unknown name or a damaged file; FileNotFoundError, saying how to get the files, if they are
+    missing and cannot be downloaded; ImportError without the package that reads them.
     """
     if name == "bytes":
         return Tiktoken(bytes_encoding())
     if name == "llama3":
         return read_model(find_model(ROOT))
-    if name in NAMES:
+    if name in OPENAI:
         tokenizer = Tiktoken(openai_encoding(name))
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
         return tokenizer
     path = Path(name)
-    if path.is_dir() or (path.is_file() and path.name == "tokenizer.json"):
-        return tokenizer_of(path if path.is_dir() else path.parent)
+    if path.name == "tokenizer.json" and path.is_file():
+        return tokenizer_of(path.parent)
+    if path.is_dir():
+        return tokenizer_of(path)
     if path.is_file():
         content = read_small(path, MOST_FILE_BYTES)
         return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
@@ -84,103 +76,65 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     Raises what get_tokenizer raises.
     """
     folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
-    found = read_files(folder, DESCRIPTIONS)
-    meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
-    config = config or adapted
-    data = meta or run.get("dataset", {})
-    data = data and check_meta(data, folder / ("meta.json" if meta else "run.json"))
-    meta = meta and data
-    sizes = (params.get("vocab_size"), config.get("vocab_size"))
+    meta = read_object(folder, "meta.json")
+    params = read_object(folder, "params.json")
+    config = read_object(folder, "config.json") or read_object(folder, "base_config.json")
+    if meta:
+        meta = check_meta(meta, folder / "meta.json")
+        files = dataset_files(folder, meta)
+    else:
+        files = published_templates(folder, read_files(folder, FILES))
+    generation = parse(files.get("generation_config.json", b"{}"), folder / "generation_config.json")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
-    files = dataset_files(folder, meta) if meta else published_templates(folder, read_files(folder, FILES))
+    has_model = any((folder / file).exists() for file in MODEL_FILES)
     if "tokenizer.json" in files:
-        tokenizer = read_json(folder / "tokenizer.json", files, name, config.get("eos_token_id"))
-    elif name == "bytes" or name in DOWNLOADS:
+        tokenizer = read_json(folder / "tokenizer.json", files, name, eos)
+    elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
-    elif name == "llama3" or LLAMA3_VOCAB in sizes or any((folder / name).exists() for name in MODEL_FILES):
+    elif name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size")) or has_model:
         tokenizer = read_model(find_model(folder, ROOT))
     else:
         raise FileNotFoundError(
             f"{folder} does not say its tokenizer, and has none of tokenizer.json, {', '.join(MODEL_FILES)}; "
             f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
         )
-    if data:
-        tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
-    set_bos(tokenizer, name, config, meta, data)
-    if tokenizer.bos is not None and not is_id(tokenizer.bos, tokenizer.n_vocab):
-        raise ValueError(f"{folder} begins texts with {tokenizer.bos!r:.60}: expected a token of its tokenizer")
+    if meta:
+        tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
+        tokenizer.bos = meta.get("bos")
+        tokenizer.hf_bos = tokenizer.bos
+    elif tokenizer.bos is None:
+        tokenizer.bos = doc_start_of(config)
+    if tokenizer.bos is not None and tokenizer.bos >= tokenizer.n_vocab:
+        raise ValueError(f"{folder} begins texts with {tokenizer.bos}, which is no token of its tokenizer")
     tokenizer.templates = templates_of(files, folder)
     return tokenizer
 
 
-def set_bos(tokenizer: Tokenizer, name: str | None, config: dict, meta: dict, data: dict) -> None:
-    """Let prompts begin as the texts did that a dataset (meta) holds or a model was trained on (data, config)."""
-    # meta.json has the bos of the data, but not one that is the end_of_text: that stands between documents anyway.
-    if meta or (data and tokenizer.bos != tokenizer.end_of_text):
-        tokenizer.bos = data.get("bos")
-    elif name in NAMES and config.get("bos_token_id") == tokenizer.end_of_text:  # a copy without its run.json
-        tokenizer.bos = None
-    tokenizer.hf_bos = tokenizer.bos
-    if tokenizer.bos is None and not meta:
-        tokenizer.bos = doc_start_of(config, data)
-
-
-def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """A published folder's files, with the chat templates beside chat_template.jinja in tokenizer_config.json.
-
-    As in transformers: if there are templates in files, those in its tokenizer_config.json do not count.
-    """
-    paths = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
-    if not paths and "chat_template.jinja" not in files:
-        return files
-    named = {path.stem: text_of(read_small(path, MOST_FILE_BYTES), path) for path in paths}
-    return files_with_templates(files, named)
-
-
-def files_with_templates(files: dict[str, bytes], named: dict[str, str]) -> dict[str, bytes]:
-    """The files with these chat templates in tokenizer_config.json, besides the one in chat_template.jinja."""
-    config = parse_file(files, "tokenizer_config.json")
-    if not named and "chat_template" not in config:
-        return files
-    config["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
-    return files | {"tokenizer_config.json": to_json(config)}
-
-
-def templates_of(files: dict[str, bytes], folder: Path = Path()) -> dict[str, str]:
-    """{name: chat template} in tokenizer files."""
-    templates = named_templates(parse_file(files, "tokenizer_config.json").get("chat_template"))
-    if "chat_template.jinja" in files:
-        templates["default"] = text_of(files["chat_template.jinja"], folder / "chat_template.jinja")
-    return templates
-
-
-def text_of(content: bytes, path: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
-
-
-def doc_start_of(config: dict, data: dict) -> int | None:
-    """What precedes a prompt of a model whose tokenizer has no bos. config: its config.json; data: of its run.json.
+def doc_start_of(config: dict) -> int | None:
+    """What precedes a prompt of a model whose tokenizer has no bos, in config.json.
 
     A model trained from scratch saw each text start after the end_of_text of another. Published weights did not, and a
     finetune leaves their prompts as they were: None.
     """
-    if DOC_START in config:
-        found = config[DOC_START]
-    elif data:  # an older run: conversations are for finetuning
-        found = None if "train_targets" in data else data.get("end_of_text")
-    else:  # an older one without its run.json
-        found = config.get("bos_token_id") if config.get("nanocria_tokenizer") in NAMES else None
-    if not (found is None or (type(found) is int and found >= 0)):
-        raise ValueError(f"config.json has {found!r:.40} as {DOC_START}: expected a token's id, or null")
-    return found
+    doc_start = config.get(DOC_START)
+    if doc_start is not None and not is_id(doc_start):
+        raise ValueError(f"config.json has {doc_start!r:.40} as {DOC_START}: expected a token's id, or null")
+    return doc_start
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files, read
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Those of these files that a folder has. Raises ValueError for a git-lfs pointer, or a very large file."""
     return {name: read_small(folder / name, MOST_FILE_BYTES) for name in names if (folder / name).exists()}
+
+
+def read_object(folder: Path, name: str) -> dict:
+    """The JSON object in this file of a folder, {} if it has none."""
+    return parse(read_files(folder, [name]).get(name, b"{}"), folder / name)
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
@@ -195,19 +149,18 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
 
 
 def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
-    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: eos_token_id of config.json."""
+    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: where the model stops."""
     content = parse(files["tokenizer.json"], path)
     config = read_options(path.parent, files)
-    generation = parse(files.get("generation_config.json", b"{}"), path.with_name("generation_config.json"))
-    config["eos_token_id"] = generation.get("eos_token_id", eos)
     try:
         name = name_of_json(content, name)
         begins = first_id(content.get("post_processor"))
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
-    config["first_id"] = begins if is_id(begins) else None
+    # transformers 5 goes by the post_processor alone, not by add_bos_token.
+    config |= {"eos_token_id": eos, "first_id": begins if is_id(begins) else None}
     if name == "bytes":
-        return get_tokenizer(name)
+        return Tiktoken(bytes_encoding(), config={"eos_token_id": eos})
     if name in NAMES:
         return Tiktoken(encoding_of_json(name, content, path), files, config)
     return HuggingFace(path, files, config)
@@ -224,33 +177,125 @@ def name_of_json(content: dict, written_as: str | None = None) -> str:
     return "llama3" if name in LLAMA3_HASHES and is_vocabulary("llama3", content) else name
 
 
+def published_name(folder: Path, written_as: str | None = None) -> str | None:
+    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; written_as if it cannot be read."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        return name_of_json(read_object(folder, "tokenizer.json"), written_as)
+    return written_as
+
+
 def read_options(folder: Path, files: dict[str, bytes]) -> dict:
     """tokenizer_config.json and special_tokens_map.json in one: what is null in one may stand in the other.
 
     Where both have a token, transformers takes the latter's, unless the former is new enough for added_tokens_decoder.
-    Raises ValueError for values of other types than theirs.
     """
-    config = {}
-    names = {}
-    for file, options in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
-        for name, value in parse(files.get(file, b"{}"), folder / file).items():
-            if value is None:
-                continue
-            if not valid_option(name, value):
-                raise ValueError(f"{folder / file} has {value!r:.60} as {name}, of another type than expected")
-            options[name] = value
+    config, names = (
+        {name: value for name, value in parse(files.get(file, b"{}"), folder / file).items() if value is not None}
+        for file in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    for name in ("bos_token", "eos_token"):
+        for options in (config, names):
+            if name in options and not spelling(options[name]):
+                raise ValueError(f"{folder}'s tokenizer files have {options[name]!r:.60} as {name}, expected a text")
     return names | config if "added_tokens_decoder" in config else config | names
 
 
-def valid_option(name: str, value) -> bool:
-    """Whether an option of a tokenizer has a type that nanocria can use."""
-    if name == "add_bos_token":
-        return isinstance(value, bool)
-    if name in ("extra_special_tokens", "additional_special_tokens"):
-        return isinstance(value, list | dict)
-    if name in ("bos_token", "eos_token"):
-        return isinstance(value.get("content") if isinstance(value, dict) else value, str)
-    return True
+def read_model(file: Path) -> Tokenizer:
+    content = read_small(file, MOST_FILE_BYTES)
+    return Tiktoken(llama3_encoding(content, file), {"tokenizer.model": content})
+
+
+def find_model(*places: Path) -> Path:
+    """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
+    files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(
+            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or in '.join(map(str, places))}. "
+            "Accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
+            f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
+        )
+    return file
+
+
+def parse(content: bytes, path: Path) -> dict:
+    """The JSON object in a file. Raises ValueError for a damaged one."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        refuse_lfs_pointer(content, path)
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Chat templates in files: one alone in chat_template.jinja, several in tokenizer_config.json
+
+
+def templates_of(files: dict[str, bytes], folder: Path = Path()) -> dict[str, str]:
+    """{name: chat template} in tokenizer files. In tokenizer_config.json there is a text, which is the default, or
+    [{"name": ..., "template": ...}, ...], or {name: template}.
+    """
+    if "chat_template.jinja" in files:
+        return {"default": text_of(files["chat_template.jinja"], folder / "chat_template.jinja")}
+    content = parse_file(files, "tokenizer_config.json").get("chat_template") or {}
+    templates = content
+    if isinstance(content, str):
+        templates = {"default": content}
+    if isinstance(content, list):
+        with contextlib.suppress(TypeError, KeyError):
+            templates = {each["name"]: each["template"] for each in content}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for pair in templates.items() for text in pair):
+        raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
+    return templates
+
+
+def with_templates(files: dict[str, bytes], templates: dict[str, str]) -> dict[str, bytes]:
+    """The files with these chat templates and no others: llama.cpp would prefer those in tokenizer_config.json."""
+    files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
+    config = parse_file(files, "tokenizer_config.json")
+    had_templates = config.pop("chat_template", None) is not None
+    if list(templates) == ["default"]:
+        files["chat_template.jinja"] = templates["default"].encode()
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    if had_templates or "chat_template" in config:
+        files["tokenizer_config.json"] = to_json(config)
+    return files
+
+
+def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
+    """The files, with others in their place. If these have chat templates, the files' own go."""
+    if templates_of(others):
+        files = with_templates(files, {})
+    return files | others
+
+
+def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """A published folder's files with all of its chat templates, which may lie in a folder of their own.
+
+    As in transformers: if there are templates in files, those in its tokenizer_config.json do not count.
+    """
+    named = {
+        path.stem: text_of(read_small(path, MOST_FILE_BYTES), path)
+        for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    }
+    if "chat_template.jinja" in files:
+        return with_templates(files, templates_of(files, folder) | named)
+    return with_templates(files, named) if named else files
+
+
+def text_of(content: bytes, path: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files, written
 
 
 def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None) -> dict[str, bytes]:
@@ -259,8 +304,7 @@ def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None)
     meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Files that no reader understands
     stay as they are.
     """
-    try:
-        files = one_place_for_templates(files)
+    with contextlib.suppress(*MALFORMED):
         begins = first_id(parse_file(files, "tokenizer.json").get("post_processor"))
         # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
         if meta and "tokenizer.json" in files and not ("bos" not in meta and begins == meta["end_of_text"]):
@@ -268,34 +312,17 @@ def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None)
         # Without a bos a text follows the end of another. Conversations have what their template writes.
         if "bos" not in meta and "train_targets" not in meta and bos_token == meta.get("end_of_text", ...):
             files = name_bos(files, bos_token)
-        return files
-    except MALFORMED:
-        return files
-
-
-def one_place_for_templates(files: dict[str, bytes]) -> dict[str, bytes]:
-    """One chat template in chat_template.jinja, several in tokenizer_config.json: transformers and llama.cpp's reader
-    prefer different places.
-    """
-    config = parse_file(files, "tokenizer_config.json")
-    if "chat_template.jinja" not in files or "chat_template" not in config:
-        return files
-    templates = templates_of(files)
-    del config["chat_template"]
-    if len(templates) > 1:
-        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
-        files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
-    return files | {"tokenizer_config.json": to_json(config)}
+    return files
 
 
 def begin_texts_with(files: dict[str, bytes], bos: int | None) -> dict[str, bytes]:
     """Let others put the id `bos` before a text, or none."""
     content = parse_file(files, "tokenizer.json")
     config = parse_file(files, "tokenizer_config.json")
-    same = first_id(content.get("post_processor")) == bos
-    if same and config.get("add_bos_token") in (None, bos is not None):
+    is_same = first_id(content.get("post_processor")) == bos
+    if is_same and config.get("add_bos_token") in (None, bos is not None):
         return files
-    if not same:
+    if not is_same:
         content["post_processor"] = None if bos is None else begin_with(token_of(content, bos), bos)
     config["add_bos_token"] = bos is not None  # for llama.cpp, and transformers before 5
     return files | {"tokenizer.json": to_json(content), "tokenizer_config.json": to_json(config)}
@@ -322,41 +349,3 @@ def parse_file(files: dict[str, bytes], name: str) -> dict:
 
 def to_json(content: dict) -> bytes:
     return json.dumps(content, indent=2).encode()
-
-
-def read_model(file: Path) -> Tokenizer:
-    content = read_small(file, MOST_FILE_BYTES)
-    return Tiktoken(llama3_encoding(content, file), {"tokenizer.model": content})
-
-
-def find_model(*places: Path) -> Path:
-    """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
-    files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or in '.join(map(str, places))}. "
-            "Accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
-            f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
-        )
-    return found
-
-
-def parse(content: bytes, path: Path) -> dict:
-    """The JSON object in a file. Raises ValueError for a damaged one."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        refuse_lfs_pointer(content, path)
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return found
-
-
-def published_name(folder: Path, written_as: str | None = None) -> str | None:
-    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; written_as if it cannot be read."""
-    with contextlib.suppress(OSError, *MALFORMED):
-        content = read_small(folder / "tokenizer.json", MOST_FILE_BYTES)
-        return name_of_json(parse(content, folder), written_as)
-    return written_as

@@ -15,7 +15,6 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
-HIDDEN = "\ufdd0\ufdd1\ufdd2"  # before the name of a piece that no text may hold: Unicode noncharacters
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
@@ -27,7 +26,7 @@ class Tokenizer:
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
-    hf_bos         of tokenizer_of(): the id that transformers puts before a text with the same files, or None
+    hf_bos         the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
     bos_token, eos_token    as they are spelled; "" if there is none
     named_tokens   {"pad_token": "<pad>", ...}: what transformers gives to a chat template
@@ -52,43 +51,41 @@ class Tokenizer:
 
     def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
         """Set them from `config`, the tokenizer files' content. Raises ValueError if no token ends a document."""
-        self.bos_token, self.eos_token = (spelling(config.get(name)) for name in ("bos_token", "eos_token"))
+        self.bos_token = spelling(config.get("bos_token"))
+        self.eos_token = spelling(config.get("eos_token"))
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
         if not ends:
             raise ValueError(
                 f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}. If it has "
                 'another, name it in a tokenizer_config.json beside it, as in {"eos_token": "</s>"}'
             )
-        self.end_of_text, eos = ends[0], config.get("eos_token_id")
+        self.end_of_text = ends[0]
+        eos = config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(self.eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
-        self.bos = config.get("first_id")  # transformers 5 does not go by add_bos_token
+        self.bos = config.get("first_id")
+        self.hf_bos = self.bos
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
-        tokens = dict(config)
-        extra = config.get("extra_special_tokens")
-        if isinstance(extra, dict):
-            tokens |= extra
-        self.named_tokens = {
-            name: spelling(value)
-            for name, value in tokens.items()
-            if spelling(value) and (name.endswith("_token") or name in (extra or ()))
-        }
+        self.named_tokens = {name: spelling(value) for name, value in named_tokens(config).items()}
 
 
 class Tiktoken(Tokenizer):
-    """A tiktoken.Encoding."""
+    """A tiktoken.Encoding. config: what its files say of special tokens; None: they are Meta's or OpenAI's own."""
 
     def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
-        self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
+        self.encoding = encoding
+        self.name = encoding.name
+        self.n_vocab = encoding.n_vocab
+        self.files = files or {}
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
         self.special_tokens = set(special)
-        if config is None:  # of Meta's or OpenAI's own files
+        if config is None:
             eos = [special.get(token) for token in LLAMA3_EOS]
             config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
         self.set_special_tokens(special.get, config)
-        if "tokenizer_config.json" not in self.files:
+        if not self.named_tokens:
             self.named_tokens = {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -100,17 +97,17 @@ class Tiktoken(Tokenizer):
             return [token for piece in pieces for token in self.encoding.encode(piece, **options)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        found = []
+        pieces = []
         for token in ids:
             with contextlib.suppress(KeyError):  # padding of the vocabulary, or a gap in it
-                found.append(self.encoding.decode_single_token_bytes(int(token)))
-        return b"".join(found).decode(errors="replace")
+                pieces.append(self.encoding.decode_single_token_bytes(int(token)))
+        return b"".join(pieces).decode(errors="replace")
 
     def hf_files(self) -> dict[str, bytes]:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
         config |= self.named_tokens
-        made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
+        made = {"tokenizer.json": json_of_encoding(self.encoding, self.hf_bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 
 
@@ -130,28 +127,20 @@ class HuggingFace(Tokenizer):
         self.backend.no_truncation()
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
-        self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
+        self.name = vocabulary_name(ids)
+        self.n_vocab = max(ids.values()) + 1
+        self.files = files
         try:
-            self.add_named_tokens(config, ids)
+            self.add_configured_tokens(config, ids)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            said = "has special or added tokens that are not as transformers writes them"
-            raise ValueError(f"{path.with_name('tokenizer_config.json')} {said}: {error!r:.60}") from error
+            reason = f"has special or added tokens that are not as transformers writes them: {error!r:.60}"
+            raise ValueError(f"{path.with_name('tokenizer_config.json')} {reason}") from error
         added = self.backend.get_added_tokens_decoder().values()
         self.special_tokens = {token.content for token in added if token.special}
         self.special_ids = {ids[token] for token in self.special_tokens}
         self.set_special_tokens(ids.get, config)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8
-        self.backend.encode_special_tokens = not special
-        ids = ids_of_text(self.backend, text)
-        if special or self.special_ids.isdisjoint(ids):
-            return ids
-        # The model has special tokens among its pieces, as Unigram's do.
-        backend, ids_in_backend = self.text_backend
-        return [ids_in_backend.get(token, token) for token in ids_of_text(backend, text)]
-
-    def add_named_tokens(self, config: dict, ids: dict[str, int]) -> None:
+    def add_configured_tokens(self, config: dict, ids: dict[str, int]) -> None:
         """Add what tokenizer_config.json and special_tokens_map.json say of tokens, as transformers does. Tokens that
         are not in the vocabulary stay out: the weights have no rows for them.
         """
@@ -164,25 +153,36 @@ class HuggingFace(Tokenizer):
         tokens = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
         for value in config.get("added_tokens_decoder", {}).values():
             tokens[value["content"]] = added_token(value)
-        named = [value for name, value in config.items() if name.endswith("_token") and spelling(value)]
+        named = named_tokens(config).values()
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
+        for value in [*named, *(extra if isinstance(extra, list) else ())]:
             tokens.setdefault(spelling(value), added_token(value))
         for value in named:
             tokens[spelling(value)].special = True
         self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
 
-    @functools.cached_property
-    def text_backend(self) -> tuple:
-        """The backend with its special pieces under names that no text has, and {id: id in self.backend}."""
-        import tokenizers
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8
+        self.backend.encode_special_tokens = not special
+        # fast: without the offsets of tokens in the text, which take a quarter of the time
+        ids = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if special or self.special_ids.isdisjoint(ids):
+            return ids
+        return [part for token in ids for part in self.spelled_out.get(token, [token])]
 
-        content = json.loads(self.backend.to_str())
-        added = [token["content"] for token in content["added_tokens"]]
-        hide_pieces(content["model"], self.special_tokens)
-        backend = tokenizers.Tokenizer.from_str(json.dumps(content | {"post_processor": None}))
-        backend.encode_special_tokens = True
-        return backend, {backend.token_to_id(token): self.backend.token_to_id(token) for token in added}
+    @functools.cached_property
+    def spelled_out(self) -> dict[int, list[int]]:
+        """The ids of the characters of each special token, for models that have these among their pieces, as Unigram
+        ones do. But of the one for unknown characters: texts need it.
+        """
+        model = json.loads(self.backend.to_str())["model"]
+        unknown = {model.get("unk_id"), self.backend.token_to_id(model.get("unk_token") or "")}
+        ids = {self.backend.token_to_id(token): token for token in self.special_tokens}
+        return {
+            i: [part.id for char in token for part in self.backend.model.tokenize(char)]
+            for i, token in ids.items()
+            if i not in unknown
+        }
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -195,44 +195,24 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()):
-        # The text of ids may depend on those before them: `shown` are the last ids returned as text, at first `before`.
-        self.tokenizer, self.shown, self.pending = tokenizer, list(before), []
+        self.tokenizer = tokenizer
+        self.shown = list(before)  # the last ids returned as text: that of the next ones may depend on them
+        self.pending = []
 
     def add(self, token: int) -> str:
         """The text that this id completes: often "", or several characters."""
         self.pending.append(int(token))
-        text = self.text()
-        return "" if text.endswith("\ufffd") else self.end()  # perhaps an incomplete character
+        return "" if self.text().endswith("\ufffd") else self.end()  # perhaps an incomplete character
 
     def end(self) -> str:
         """The rest of the text, with U+FFFD for bytes that are not a character."""
-        text, self.shown, self.pending = self.text(), self.pending, []
+        text = self.text()
+        self.shown = self.pending
+        self.pending = []
         return text
 
     def text(self) -> str:
         return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
-
-
-def ids_of_text(backend, text: str) -> list[int]:
-    # fast: without the offsets of tokens in the text, which take a quarter of the time
-    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-def hide_pieces(model: dict, special_tokens: set[str]) -> None:
-    """Rename special tokens among the pieces of a tokenizer.json's model, so that no text holds them.
-
-    Single characters and what BPE merges stay: texts need them, and no other pieces have their ids.
-    """
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
-    inside = model.get("continuing_subword_prefix") or ""
-    needed = {piece for left, right in merges for piece in (left, right, left + right.removeprefix(inside))}
-    names = {token: HIDDEN + token for token in special_tokens - needed if len(token) > 1}
-    if isinstance(model["vocab"], list):  # Unigram
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    else:
-        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
-    if model.get("unk_token"):
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
 
 
 @functools.lru_cache(maxsize=8)
@@ -247,8 +227,16 @@ def spelling(token: str | dict | None) -> str:
     return text if isinstance(text, str) else ""
 
 
-def is_id(token, n_vocab: int = 2**31) -> bool:
-    return type(token) is int and 0 <= token < n_vocab
+def named_tokens(config: dict) -> dict[str, str | dict]:
+    """The special tokens that have names in tokenizer_config.json, and in the extra_special_tokens in it."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(config.get("extra_special_tokens"), dict):
+        tokens |= config["extra_special_tokens"]
+    return {name: value for name, value in tokens.items() if spelling(value)}
+
+
+def is_id(token) -> bool:
+    return type(token) is int and 0 <= token < 2**31
 
 
 def ids_of_json(content: dict) -> dict[str, int]:
@@ -257,23 +245,6 @@ def ids_of_json(content: dict) -> dict[str, int]:
     if isinstance(vocab, list):  # Unigram's pieces and their scores
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
     return vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
-
-
-def named_templates(content: str | list[dict] | dict[str, str] | None) -> dict[str, str]:
-    """The chat templates in a tokenizer_config.json: one, or several as [{"name": ..., "template": ...}, ...], or
-    as {name: template}.
-    """
-    if content is None:
-        return {}
-    if isinstance(content, str):
-        return {"default": content}
-    with contextlib.suppress(TypeError, KeyError):
-        templates = content
-        if not isinstance(content, dict):
-            templates = {each["name"]: each["template"] for each in content}
-        if all(isinstance(text, str) for pair in templates.items() for text in pair):
-            return templates
-    raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:

@@ -105,7 +105,7 @@ def add_missing(config: dict, run: dict) -> None:
     def part(content, name):
         return content[name] if isinstance(content.get(name), dict) else {}
 
-    config.setdefault(DOC_START, doc_start_of(config, part(run, "dataset")))
+    doc_start_of(config)  # ValueError for one that is no token
     # Weights from scratch claimed the length that their RoPE is scaled from. No published weights claim just that:
     # their scaling stretches it.
     stretched = part(config, "rope_scaling").get("original_max_position_embeddings")

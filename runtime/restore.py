@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import dataset_files, files_for_others, parse, published_templates, tokenizer_of
+from data.tokenizer import dataset_files, files_for_others, parse, published_templates, replace_files, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
@@ -218,7 +218,7 @@ def documents(
         pieces = (folder and folder.pieces) or {}
         found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
         found = published_templates(folder.path, found) if folder else found
-        found |= dataset_files(data, dataset) if data else {}
+        found = replace_files(found, dataset_files(data, dataset)) if data else found
         if "tokenizer.json" not in found:
             with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
                 found = tokenizer_of(data or folder.path).hf_files() | found

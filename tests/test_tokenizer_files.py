@@ -1,13 +1,11 @@
 """Tokenizers in folders: published ones, datasets, checkpoints; what transformers reads of ours. No network, no GPU."""
 
-import hashlib
 import json
 import os
 import pickle
 import random
 import shutil
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,8 @@ import transformers
 
 from data.chat.template import template_of
 from data.text.prepare import prepare as text_prepare
-from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
-from data.tokenizer import NAMES, Tiktoken, get_tokenizer, published_name, tokenizer_of
+from data.tiktoken_files import LLAMA3_PATTERN
+from data.tokenizer import NAMES, OPENAI, Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
 from data.vocabulary import TextStream
 from data.write import tokenizer_for_data, write_dataset
@@ -463,28 +461,6 @@ def test_folders_without_a_tokenizer_and_damaged_files_get_a_message(tmp_path):
         get_tokenizer(tmp_path / "hf")
 
 
-def test_downloaded_files_are_taken_under_their_own_names_and_damaged_ones_named(tmp_path, monkeypatch):
-    files = {"gpt-2/encodings/main/vocab.bpe": b"one", "gpt-2/encodings/main/encoder.json": b"two"}
-    digests = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
-    monkeypatch.setitem(DOWNLOADS, "gpt2", digests)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    for path, content in files.items():
-        (tmp_path / Path(path).name).write_bytes(content)
-    ranks = {bytes([i]): i for i in range(256)}
-    found = []
-
-    def get_encoding(name):
-        found.extend((tmp_path / hashlib.sha1((OPENAI + path).encode()).hexdigest()).read_bytes() for path in files)
-        return tiktoken.Encoding(name, pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
-
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    assert get_tokenizer("gpt2").name == "gpt2" and found == [b"one", b"two"]  # where tiktoken looks for them
-    for file in tmp_path.iterdir():
-        file.write_bytes(b"three")
-    with pytest.raises(ValueError, match=f"{tmp_path}/.* is damaged: delete it, and fetch {OPENAI}gpt-2/.*vocab.bpe"):
-        get_tokenizer("gpt2")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Published files
 
@@ -502,7 +478,7 @@ def all_blocks():
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["llama3", *DOWNLOADS])
+@pytest.mark.parametrize("name", ["llama3", *OPENAI])
 def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
     try:
         ours = get_tokenizer(package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else name)

@@ -11,7 +11,7 @@ A row is in exactly one format, which its keys tell (see FORMATS). Beside them i
     system                  a system message, used unless the conversation has one of its own
     documents               for templates that read them
     chat_template_kwargs    {name: value} of more variables for the template, as TRL has them
-    weight, train           0: nothing in this row is learned
+    weight, train           0 or false: the row is left out; also where TRL's label or LLaMA-Factory's kto_tag is false
 
 Keys of a row or of a message that are null are absent, as in transformers.
 """
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
+ROW_FLAGS = ("weight", "train", "label", "kto_tag")
 MEDIA = ("images", "videos", "audios")
-ROW_FLAGS = ("weight", "train")  # 0: no answer of the row is learned
-ROW_KEYS = {"tools", "system", "documents", "chat_template_kwargs", "label", "kto_tag", *MEDIA, *ROW_FLAGS}
+ROW_KEYS = {"tools", "system", "documents", "chat_template_kwargs", *MEDIA, *ROW_FLAGS}
 MOST_IGNORED = 100  # names of ignored keys that are counted
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -53,7 +53,8 @@ def read_row(row: Any) -> Conversation:
         raise ValueError(f"found an object with {', '.join(row) or 'nothing':.80}, expected {EXPECTED}")
     if len(fitting) > 1:
         raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
-    require_text_to_learn(row)
+    if any(row.get(name) for name in MEDIA):
+        raise ValueError(f"it has {', '.join(row.keys() & set(MEDIA))}, but only text can be learned")
     [name] = fitting
     keys, more_keys, read_messages = FORMATS[name]
     messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
@@ -62,23 +63,13 @@ def read_row(row: Any) -> Conversation:
             raise ValueError(f"system is {row['system']!r:.40}, expected a text")
         messages = [{"role": "system", "content": row["system"]}, *messages]
     is_learned = all(row.get(flag, 1) != 0 for flag in ROW_FLAGS)
-    unknown_flags = {flag for flag in ROW_FLAGS if row.get(flag, 1) not in (0, 1)}
-    ignored = [key for key in row if key in unknown_flags or key not in keys | more_keys | ROW_KEYS]
+    read = keys | more_keys | ROW_KEYS
+    ignored = [key for key in row if key not in read or (key in ROW_FLAGS and row[key] not in (0, 1))]
     return Conversation(name, messages, tools_of(row), variables_of(row), is_learned, ignored)
 
 
 def without_nulls(value: dict) -> dict:
     return {name: each for name, each in value.items() if each is not None}
-
-
-def require_text_to_learn(row: dict) -> None:
-    """ValueError for a row with pictures or sounds, or whose answer KTO's formats mark as a bad one."""
-    for name in MEDIA:
-        if row.get(name):
-            raise ValueError(f"it has {name}, but only text can be learned")
-    mark = "label" if "completion" in row else "kto_tag"  # TRL's name, LLaMA-Factory's
-    if row.get(mark) is False:
-        raise ValueError(f"its {mark} is false, which marks a bad answer: leave the row out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,7 +266,7 @@ class Seen:
         rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
         sentences = [rows]
         if self.n_left_out:
-            sentences.append(f"left out because their weight or train is 0: {self.n_left_out:,}")
+            sentences.append(f"rows left out because of {', '.join(ROW_FLAGS)}: {self.n_left_out:,}")
         if self.ignored_in_rows:
             sentences.append(f"ignored keys of rows: {most_common(self.ignored_in_rows)}")
         if self.ignored_in_messages:

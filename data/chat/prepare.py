@@ -34,7 +34,7 @@ from data.chat.template import encode_answers, encode_conversation, names_read, 
 from data.files import display_path, say
 from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
-from data.tokenizer import files_with_templates
+from data.tokenizer import with_templates
 from data.vocabulary import Tokenizer
 from data.write import (
     Progress,
@@ -114,9 +114,7 @@ def prepare(
         others = {name: text for name, text in found.templates.items() if name not in ("default", "tool_use")}
         found.templates = others | {"default": template.read_text(encoding="utf-8")}
     found.templates = found.templates | {"default": template_of(found)}
-    others = {name: text for name, text in found.templates.items() if name != "default"}
-    found.files = files_with_templates(found.files, others)
-    found.files = found.files | {"chat_template.jinja": found.templates["default"].encode()}
+    found.files = with_templates(found.files, found.templates)
     end = end_of_turn(found)
     bad = Bad(errors)
     seen = Seen()

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
-from pathlib import Path
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -115,7 +114,7 @@ def as_read(message: dict, template: str) -> dict:
     And arguments that are JSON text, as in OpenAI's format, are an object.
     """
     if "tool_calls" in message:
-        message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
+        message = message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
     given = [message[name] for name in REASONING if name in message]
     if given:
         message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
@@ -219,7 +218,8 @@ def bounded():
 
 @contextmanager
 def limited_memory():
-    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    with open("/proc/self/statm") as file:
+        n_pages = int(file.read().split()[0])
     n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
