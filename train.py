@@ -1,4 +1,4 @@
-"""Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, start, step, loop, end.
+"""Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, step, start, loop, end.
 
 Any machine:        python train.py config/baby_llama.py
 One GPU:            python train.py config/llama32_1b.py      # of 40 GB; README.md has a table for others
@@ -15,39 +15,22 @@ import sys
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
 from data.loader import open_dataset, read_ahead
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
-from model import Execution, Llama, LlamaConfig, document_starts
-from optimizers.on_cpu import OnCPU
-from optimizers.on_device import OnDevice
-from optimizers.on_disk import OnDisk
-from optimizers.optimizer import Optimizer
-from optimizers.rules import rule_of
+from model import Llama, LlamaConfig, document_starts
+from optimizers import OnCPU, OnDevice, OnDisk, Optimizer, rule_of
 from runtime import distributed, run_folder
 from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
-from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, send_to_device
-from runtime.distributed import (
-    local_world_size,
-    on_all_ranks,
-    print0,
-    rank,
-    require_same_on_all_ranks,
-    stop_on_error,
-    world_size,
-)
+from runtime.device import CUDAGraph, Profiler, pick_device, pick_dtype, send_to_device
+from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
-from runtime.memory_stats import card_gib
-from runtime.profile import Profiler
 from runtime.restore import check_start, find_start, model_settings, restore
 from runtime.run_log import RunLog
 from runtime.state_file import open_state_file
@@ -66,9 +49,7 @@ log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
 async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
-
-# wandb logging
-wandb_log = False  # also log to Weights & Biases; it reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
+wandb_log = False  # also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
 
 # data
 dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path
@@ -92,7 +73,7 @@ kernels: Literal["all", "blocks", "none"] = "all"  # blocks: the loss holds all 
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # of blocks' matrices; all else uses AdamW
+optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # updates 2-D weights in blocks; all else uses AdamW
 galore_rank = 128  # galore: columns of the projected gradients
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
@@ -101,9 +82,9 @@ lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear t
 lr_decay_iters: int | None = None  # step at which the cosine ends; none: max_iters
 cooldown_iters = 0  # steps of wsd's decay, which ends at max_iters
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
-weight_decay = 0.1  # for matrices; norms are not decayed
+weight_decay = 0.1  # for 2-D weights; norms are not decayed
 optimizer_bits: Literal[32, 8] = 32  # for AdamW's moments; 8: a quarter of the memory, slightly coarser
-grad_clip = 1.0  # scale gradients down to this norm; 0: never
+grad_clip = 1.0  # max gradient norm; 0 disables clipping
 
 # finetuning with LoRA: init_from names the weights, which stay frozen; a checkpoint holds only the adapters
 lora_rank = 0  # rank of the adapters on all projections of the blocks; 0: train all weights
@@ -114,11 +95,11 @@ quantize_base: Literal["none", "nf4"] = "none"  # nf4: hold the frozen projectio
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 or float16, CPU: float32
 fp8 = False  # float8 for the blocks' matmuls, except weight gradients: faster, coarser (RTX 40, L4, H100 or newer)
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # selective: recompute gate, up; full: blocks
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute gate and up, or the whole block
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_dir: str | None = None  # keep AdamW's state in this folder on an NVMe drive instead of in CPU memory
 offload_activations = False  # move to CPU memory what selective or full checkpointing keeps of each block
-mlp_chunks: int | None = None  # chunks of tokens of a recomputed MLP; none: chosen automatically (model.py)
+mlp_chunks: int | None = None  # token chunks of the recomputed MLP: more take less memory; none: see model.py
 compile = False  # torch.compile the blocks: takes a minute at the start
 cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one GPU: speeds up launch-bound small models
 seed = 1337  # for the initial weights and the order of the data
@@ -128,7 +109,7 @@ sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay ga
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: if the GPUs support it
 timeout = 600.0  # seconds that a rank waits for the others before it ends the run
-# ----------------------------------------------------------------------------------------------------------------------
+
 settings, named = configure(globals(), sys.argv[1:])
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,32 +117,25 @@ settings, named = configure(globals(), sys.argv[1:])
 signals = Signals()  # until signals.listen() below, Ctrl-C ends the run at once
 phase = "starting"  # what the run is doing, and the step that it is at: for messages
 step = 0
+out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 cuda_graph = cuda_graph and device != "cpu"
-check_settings(globals(), world_size)
 torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
-
+sys.excepthook = make_excepthook(
+    lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, device)
+)
+distributed.init_distributed(device, timeout)
+distributed.require_same_on_all_ranks(settings)
+lock_file = run_folder.claim(out_dir)
+start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
+from_weights = model_settings(start, init_from, named)  # n_layer and others that no config file or flag names
+globals().update(from_weights)
+settings |= from_weights
+check_settings(settings | {"dtype": dtype, "cuda_graph": cuda_graph}, world_size)
 micro_steps = gradient_accumulation_steps // world_size  # on this rank
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
-tokens_per_step = sequences_per_step * block_size
-lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
-min_lr = learning_rate / 10 if min_lr is None else min_lr
-
-distributed.init_distributed(device, timeout)
-require_same_on_all_ranks(settings)
-out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
-sys.excepthook = make_excepthook(
-    lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device))
-)
-lock_file = run_folder.claim(out_dir)
-start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
-from_weights = model_settings(start, init_from, named)  # model settings that the user has not named
-globals().update(from_weights)
-settings |= from_weights
-check_settings(globals(), world_size)  # again, with that model's settings
-shard_ranks = local_world_size if sharding == "hybrid" else world_size  # number of ranks that share one copy
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
@@ -171,8 +145,7 @@ copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].ge
 phase = "opening the dataset"
 with stop_on_error():  # an OSError or ValueError ends the run with its message
     train_data, val_data = on_all_ranks(lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents))
-require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
-vocab_size = train_data.vocab_size
+distributed.require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,40 +155,39 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: build it on the meta device, shard it with FSDP, materialize, initialize. With several ranks, none ever builds
-# or reads the whole model.
+# Model: build on meta, shard with FSDP, materialize, initialize. With several ranks, none ever holds the whole model.
 phase = "building the model"
 with stop_on_error():
-    rule = rule_of(settings)  # updates the weights; memory.py asks it for its states
     config = LlamaConfig(
-        n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size, block_size,
-        rope_theta, rope_scaling, norm_eps, tie_embeddings,
+        n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, n_embd=n_embd, ffn_dim=ffn_dim,
+        vocab_size=train_data.vocab_size, block_size=block_size, rope_theta=rope_theta, rope_scaling=rope_scaling,
+        norm_eps=norm_eps, tie_embeddings=tie_embeddings,
     )  # fmt: skip
     check_start(start, out_dir, config, settings, train_data.meta)  # before allocating anything large
     run_shape = RunShape(
-        batch_size, micro_steps, dtype, kernels=kernels, attention=attention, fp8=fp8,
+        batch_size=batch_size, micro_steps=micro_steps, dtype=dtype, kernels=kernels, attention=attention, fp8=fp8,
         activation_checkpointing=activation_checkpointing, mlp_chunks=mlp_chunks,
         offload_activations=offload_activations, compile=compile, cuda_graph=cuda_graph, mask_documents=mask_documents,
-        offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding, shard_ranks=shard_ranks,
-        sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines,
-        rule=rule, lora_rank=lora_rank, quantize_base=quantize_base,
+        offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding,
+        shard_ranks=local_world_size if sharding == "hybrid" else world_size,
+        sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines, rule=rule_of(settings),
+        lora_rank=lora_rank, quantize_base=quantize_base,
     )  # fmt: skip
-    how = Execution(kernels, attention, activation_checkpointing, mlp_chunks, offload_activations)
+    require_memory(config, run_shape, device)
     with torch.device("meta"):
-        model = Llama(config, how).to(getattr(torch, dtype))
+        model = Llama(config, run_shape.how).to(getattr(torch, dtype))
     if fp8:
         use_fp8(model, device)
     if lora_rank:
         add_lora(model, lora_rank, lora_alpha, quantize_base)
-require_memory(config, run_shape, device)
-state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
     # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 inputs.
     reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # True rounds cos and sin
+    # cast_forward_inputs=True would round the RoPE tables to bfloat16
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for layer in model.layers:  # gather a block just before it computes; zero2 keeps it until its backward
@@ -236,57 +208,17 @@ with stop_on_error():  # in case memory cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
     if offload == "none":
         place = OnDevice()
-    elif state_file:
-        place = OnDisk(state_file, streamed)
+    elif offload_dir:
+        place = OnDisk(open_state_file(offload_dir, disk_bytes(config, run_shape)), streamed)
     else:
         place = OnCPU(streamed)
-    optimizer = on_all_ranks(lambda: Optimizer(model, rule, place, grad_clip, scales_loss=dtype == "float16"))
-
-
-def learning_rate_at(step: int) -> float:
-    if step < warmup_iters:
-        return learning_rate * (step + 1) / (warmup_iters + 1)
-    if lr_schedule == "wsd":
-        return min_lr + (learning_rate - min_lr) * min((max_iters - step) / (cooldown_iters + 1), 1.0)
-    progress = min((step - warmup_iters) / max(lr_decay_iters - warmup_iters, 1), 1.0)
-    return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    optimizer = on_all_ranks(lambda: Optimizer(model, run_shape.rule, place, grad_clip, scales_loss=dtype == "float16"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Start: from scratch, from published weights, or from the newest checkpoint
-phase = "starting"
-log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
-log.header(model, run_shape, train_data, warmup_iters)
-run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
-start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
-run_info["began_with"] = start_state["began_with"]
-settings["init_from"] = start_state["began_with"]["init_from"]  # what was read, not what a resume's command says
-first_step = start_state["step"]
-# Sequences read before this run's batch size took effect, less those that its steps so far would have read.
-earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
-spare_bytes = cpu_bytes_to_come(config, run_shape)
-saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save, spare_bytes, timeout)
-if not eval_only:
-    log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
-profiler = Profiler(out_dir, first_step, enabled=profile)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The step, and the evaluation
-n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
-
-
-def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's micro-batches of a step: blocks (B, T + 1), after a weight of their mean loss: 1 for text; for chats,
-    their targets / mean targets per micro-batch, so that every answer token counts the same.
-    """
-    first = earlier_sequences + step * sequences_per_step
-    weights = train_data.weights(first, gradient_accumulation_steps, batch_size)
-    mine = range(rank, gradient_accumulation_steps, world_size)
-    return [(weights[i], train_data.sequences(first + i * batch_size, batch_size)) for i in mine]
-
-
+# The step: forward_backward() on each micro-batch, then update()
 def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
-    """One micro-batch: adds to the gradients, returns its share of the step's loss."""
+    """One micro-batch: adds to the gradients, returns its share of the step's loss. weight: see read_step()."""
     loss = model(*batch) * weight / micro_steps
     optimizer.scale(loss).backward()
     if micro_steps > 1 and sync_every_micro_batch:
@@ -300,11 +232,50 @@ if cuda_graph:  # of each, the first call runs eagerly, the second is captured, 
     update = CUDAGraph(update)
 
 
+def learning_rate_at(step: int) -> float:
+    final = learning_rate / 10 if min_lr is None else min_lr
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / (warmup_iters + 1)
+    if lr_schedule == "wsd":
+        return final + (learning_rate - final) * min((max_iters - step) / (cooldown_iters + 1), 1.0)
+    progress = min((step - warmup_iters) / max((lr_decay_iters or max_iters) - warmup_iters, 1), 1.0)
+    return final + (learning_rate - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Start: from scratch, from published weights, or from the newest checkpoint
+phase = "starting"
+log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_size, max_iters=max_iters,
+             flops_per_token=model.flops_per_token(block_size), log_interval=log_interval)  # fmt: skip
+log.header(model, run_shape, train_data, warmup_iters)
+run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
+start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
+run_info["began_with"] = start_state["began_with"]
+settings["init_from"] = start_state["began_with"]["init_from"]  # what was read, not what a resume's command says
+first_step = start_state["step"]
+# Sequences read before this run's batch size took effect, less those that its steps so far would have read.
+earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
+saver = Saver(out_dir, optimizer, config, hf_files, keep_last=keep_last, async_save=async_save, timeout=timeout,
+              reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
+if not eval_only:
+    log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
+profiler = Profiler(out_dir, first_step, enabled=profile)
+n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
+
+
+def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro-batches of a step: a loss weight and blocks (B, T + 1). The weight is 1 for text; for chats,
+    targets / mean targets per micro-batch, so that every answer token counts the same."""
+    first = earlier_sequences + step * sequences_per_step
+    weights = train_data.weights(first, gradient_accumulation_steps, batch_size)
+    mine = range(rank, gradient_accumulation_steps, world_size)
+    return [(weights[i], train_data.sequences(first + i * batch_size, batch_size)) for i in mine]
+
+
 @torch.no_grad()
 def evaluate() -> float | None:
     """The mean loss over n_eval_blocks validation blocks, always the same ones. None if a signal interrupts it."""
-    # The sum of the losses and the number of targets: in float32 they would depend on the number of ranks.
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and targets; float32 would depend on ranks
     for first in range(0, n_eval_blocks, batch_size * world_size):
         if signals.received_anywhere():
             return None
@@ -317,14 +288,14 @@ def evaluate() -> float | None:
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
         total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
-    if world_size > 1:
-        dist.all_reduce(total)
+    distributed.all_reduce_sum(total)
     return (total[0] / total[1]).item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loop: nothing in a step waits for the GPU; the log reads its numbers every log_interval steps. A step that is not
 # finite changes no weight, so learning of it some steps late does no harm.
+# To log another number, a scalar on the device, add name=number to log.step(): it prints the mean since the last line.
 signals.listen()
 step = first_step
 val_loss = None
@@ -332,22 +303,20 @@ if eval_only or (eval_first and step == 0):
     phase = "evaluating"
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
-if eval_only:
-    max_iters = step
-batches = read_ahead(read_step, range(step, max_iters))  # a thread reads the next step while this one computes
+last_step = step if eval_only else max_iters
+batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
 while True:
     stopping = signals.received_anywhere()
-    evaluates = step % eval_interval == 0 or step == max_iters
-    if step > first_step and (evaluates or stopping):
+    if step > first_step and (stopping or step % eval_interval == 0 or step == last_step):
         with log.paused():
             phase = "evaluating"
             val_loss = None if stopping else evaluate()
-            result = log.evaluation(step, val_loss, n_eval_blocks)
             stopping = val_loss is None
+            result = log.evaluation(step, val_loss, n_eval_blocks)
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
-            print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == max_iters)}")
-    if stopping or step == max_iters:
+            print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == last_step)}")
+    if stopping or step == last_step:
         break
     phase = "training"
     optimizer.lr.fill_(learning_rate_at(step))
@@ -361,8 +330,6 @@ while True:
     saver.wait_for_copy()  # of the weights, by a save in the background
     grad_norm = update()
     step += 1
-    # To log another number, a scalar on the device, add name=number: the log adds it up, and prints the mean since the
-    # last line. Weights and gradients may be sharded here, or elsewhere: take what a module or a hook gives you.
     log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
     profiler.step(step)
     saver.report(step)
@@ -373,10 +340,9 @@ phase = "ending"
 profiler.stop()
 if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
-if step == max_iters and val_loss is not None:
-    all_of_val = val_data.tokens if n_eval_blocks * block_size > 0.99 * len(val_data.tokens) else None
+if step == last_step and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": start_state["resume_seconds"]}
-    log.summary(val_loss, all_of_val, settings=settings, **seconds)
+    log.summary(val_loss, val_data.tokens, n_eval_blocks * block_size, settings=settings, **seconds)
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()

@@ -23,7 +23,7 @@ import torch
 from benchmarks import runner, settings, timing
 from benchmarks.trainers import hf_model, llama_config
 from model import Llama
-from runtime.cuda_graph import CUDAGraph
+from runtime.device import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
 
 # settings

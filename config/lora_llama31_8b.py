@@ -1,23 +1,9 @@
 # Llama 3.1 8B finetuned with LoRA in 24 GiB: the weights stay as published, adapters of rank 16 are trained.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3          # or your own text
 #   python train.py config/lora_llama31_8b.py --init_from=Llama-3.1-8B --dataset=fineweb_edu
-out_dir = "out/lora_llama31_8b"
+from llama31_8b import *  # noqa: F403
 
-# the published sizes
-n_layer = 32
-n_head = 32
-n_kv_head = 8
-n_embd = 4096
-ffn_dim = 14336
-vocab_size = 128256
-tie_embeddings = False
-rope_theta = 500000.0
-rope_scaling = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+out_dir = "out/lora_llama31_8b"
 
 # The frozen weights are 15 GiB. All seven projections are adapted: 42 million parameters, whose gradients, masters and
 # moments take 0.6 GiB. They need ten times the learning rate of finetuning all weights.

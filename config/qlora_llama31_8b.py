@@ -1,46 +1,20 @@
 # Llama 3.1 8B finetuned with QLoRA in 24 GiB: the frozen weights in four bits (NF4), with adapters of rank 16.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3          # or your own text
 #   python train.py config/qlora_llama31_8b.py --init_from=Llama-3.1-8B --dataset=fineweb_edu
+from lora_llama31_8b import *  # noqa: F403
+
 out_dir = "out/qlora_llama31_8b"
 
-# the published sizes
-n_layer = 32
-n_head = 32
-n_kv_head = 8
-n_embd = 4096
-ffn_dim = 14336
-vocab_size = 128256
-tie_embeddings = False
-rope_theta = 500000.0
-rope_scaling = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-# The frozen projections take 3.4 GiB instead of 13, embedding and head 2 GiB in bfloat16. All seven projections are
-# adapted: 42 million parameters, whose gradients, masters and moments take 0.6 GiB. They need ten times the learning
-# rate of finetuning all weights.
-lora_rank = 16
-lora_alpha = 32
+# The frozen projections take 3.4 GiB instead of 13, embedding and head 2 GiB in bfloat16.
 quantize_base = "nf4"
-learning_rate = 2e-4
-weight_decay = 0.0  # decay would pull the adapters to the published model, which holds them back anyway
-max_iters = 1000
-warmup_iters = 30
 
 # 32,768 tokens per step. Full checkpointing stores one input per layer: all eight sequences fit. They pass through a
 # block in two groups, so each projection is dequantized six times per step: twice in forward, four times in backward.
 batch_size = 8
 block_size = 4096
 gradient_accumulation_steps = 1
-activation_checkpointing = "full"
 # Longer contexts, with the layers' saved activations in 31 to 35 GiB of CPU memory:
 #   --batch_size=1 --block_size=32768 --activation_checkpointing=selective --offload_activations=true     11.2 GiB
 #   --batch_size=1 --block_size=131072 --offload_activations=true                                         19.0 GiB
 # --fp8=true (RTX 40, H100 or newer) multiplies the dequantized weights in float8: a quarter more tokens per second.
 # With a few thousand tokens per step, the GPU waits for the CPU to launch kernels: add --cuda_graph=true.
-
-eval_interval = 100
-eval_iters = 25

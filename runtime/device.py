@@ -1,11 +1,13 @@
-"""The device and dtype of a command: resolve --device=auto and --dtype=auto, reject what the machine lacks."""
+"""The device: choose it and the dtype, copy to and from it, replay CUDA graphs on it, profile it."""
 
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from runtime import memory_stats
-from runtime.distributed import local_rank, local_world_size, stop
+from runtime.distributed import local_rank, local_world_size, print0, rank, stop
 
 
 def pick_device(device: str) -> str:
@@ -38,12 +40,100 @@ def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
 
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
     """Start a copy; return a function that waits for it and returns the values as a list."""
-    there = values.to("cpu", non_blocking=True)
-    arrived = torch.cuda.current_stream().record_event() if values.is_cuda else None
+    copy = values.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def wait():
-        if arrived is not None:
-            arrived.synchronize()
-        return there.tolist()
+        if copied is not None:
+            copied.synchronize()
+        return copy.tolist()
 
     return wait
+
+
+class CUDAGraph:
+    """A function of tensors whose kernel launches are recorded once and replayed together.
+
+    A small model's step is hundreds of kernels of a few microseconds each: launching them takes the CPU longer than
+    running them takes the GPU. The first call runs the function, which compiles the kernels and allocates what it
+    keeps. The second records its kernels, later calls replay them. From the second on the function must launch the same
+    kernels on every call and must not wait for the GPU.
+    """
+
+    recorded = weakref.WeakSet()  # a new graph shares the memory pool of those still alive
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.graph = None
+        self.has_run = False
+
+    def __call__(self, *inputs: torch.Tensor):
+        if not self.has_run:
+            self.has_run = True
+            return self.function(*inputs)
+        if self.graph is None:
+            self._record(inputs)
+        for recorded, new in zip(self.inputs, inputs, strict=True):
+            recorded.copy_(new)
+        self.graph.replay()
+        return self.output
+
+    def _record(self, inputs):
+        pool = next((other.graph.pool() for other in CUDAGraph.recorded), None)
+        self.inputs = [x.clone() for x in inputs]
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: the saving thread may call CUDA meanwhile
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = self.function(*self.inputs)
+        CUDAGraph.recorded.add(self)
+
+
+class Profiler:
+    """--profile=true traces three steps. Every run records its first ten steps' allocations, in case memory runs out.
+
+    profiler = Profiler(out_dir, first_step, enabled=profile)
+    profiler.step(step)         # after each step, counted from first_step + 1
+    profiler.stop()             # at the end of the run
+    """
+
+    STEPS = 10  # of a run: five to compile and allocate, two to warm up the profiler, three traced
+
+    def __init__(self, out_dir: str, first_step: int, enabled: bool):
+        self.folder = Path(out_dir) / "profile"
+        self.first_step = first_step
+        self.n_steps = 0
+        memory_stats.record_history()  # 2 us per allocation; most runs that do not fit fail in the first step
+        self.trace = None
+        if enabled:
+            if self.folder.is_symlink():  # nothing is written through links
+                self.folder.unlink(missing_ok=True)
+            if self.folder.exists() and not self.folder.is_dir():
+                stop(f"{self.folder} is a file, and --profile=true needs a folder of this name: move the file away")
+            schedule = torch.profiler.schedule(wait=self.STEPS - 5, warmup=2, active=3, repeat=1)
+            self.trace = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self.trace.start()
+
+    def step(self, step: int) -> None:
+        self.n_steps = step - self.first_step
+        if self.n_steps > self.STEPS:
+            return
+        if self.trace:
+            trace_begins_or_ends = self.n_steps in (self.STEPS - 3, self.STEPS)
+            if trace_begins_or_ends and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.trace.step()
+        if self.n_steps == self.STEPS:
+            memory_stats.stop_history()
+
+    def stop(self) -> None:
+        if self.trace and 0 < self.n_steps < self.STEPS:
+            self.trace.stop()
+            print0(f"the profile is incomplete: it traces a run's steps {self.STEPS - 2} to {self.STEPS}")
+
+    def _write(self, trace):
+        torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=f"rank{rank}")(trace)
+        files = "*.json for https://ui.perfetto.dev or TensorBoard"
+        if torch.cuda.is_initialized():
+            memory_stats.dump(self.folder / f"rank{rank}.memory.pickle")
+            files += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
+        print0(f"step {self.first_step + self.n_steps:05d} | the trace is in {self.folder}: {files}")

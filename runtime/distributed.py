@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0))
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts
 
 
@@ -55,7 +57,7 @@ def stop(message: str) -> NoReturn:
     if local_rank == 0:
         say(message, file=sys.stderr)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with ShutdownHandler's handler it would sleep on
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # restore the default, so that SIGTERM ends the sleep
         time.sleep(10)  # torchrun kills the other ranks when the first one exits: local rank 0 must print before that
     leave(1)
 
@@ -134,12 +136,19 @@ def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
     return values.tolist()
 
 
+def all_reduce_sum(x: torch.Tensor) -> None:
+    """Sum x over all ranks, in place. Every rank must call it."""
+    if world_size > 1:
+        dist.all_reduce(x)
+
+
 def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Call function() on every rank. If it fails on one, all ranks raise, so that no rank waits for another.
 
     They raise the message of the first rank that failed, as the same class if it is a ValueError, else as OSError.
     """
-    value = failure = None
+    value = None
+    failure = None
     try:
         value = function()
     except Exception as error:
@@ -149,13 +158,14 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
     kind = ValueError if isinstance(failure, ValueError) else OSError
     if type(failure).__init__ is ValueError.__init__:  # it takes one message, unlike UnicodeDecodeError
         kind = type(failure)
-    found = [(kind, _reason(failure)) if failure else None]
+    failures = [(kind, _reason(failure)) if failure else None]  # of all ranks
     if dist.is_initialized():
-        found = found * dist.get_world_size(group)
-        dist.all_gather_object(found, found[0], group)
-    for other, failed in enumerate(found):
+        failures = failures * dist.get_world_size(group)
+        dist.all_gather_object(failures, failures[0], group)
+    for other, failed in enumerate(failures):
         if failed:
-            raise failed[0](failed[1] if len(found) == 1 else f"rank {other}: {failed[1]}") from failure
+            kind, reason = failed
+            raise kind(reason if len(failures) == 1 else f"rank {other}: {reason}") from failure
     return value
 
 
@@ -182,11 +192,11 @@ SAME_COMMAND = "give every machine the same command line and data, every rank a 
 
 def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
     """End the run if these values are not the same on all ranks. Every rank must call it."""
-    found = [{name: repr(value) for name, value in values.items()}] * world_size
+    by_rank = [{name: repr(value) for name, value in values.items()}] * world_size
     if world_size > 1:
-        dist.all_gather_object(found, found[0])
-    names = dict.fromkeys(name for of_rank in found for name in of_rank)  # a dict keeps their order
-    differing = [name for name in names if len({of_rank.get(name) for of_rank in found}) > 1]
+        dist.all_gather_object(by_rank, by_rank[0])
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # a dict keeps their order
+    differing = [name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1]
     if differing:
         stop(f"the ranks differ in {', '.join(differing[:5])}: {fix}")
 

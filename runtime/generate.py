@@ -15,8 +15,7 @@ import torch
 
 from data.vocabulary import TextStream, Tokenizer
 from model import KVCache, Llama, rope_tables
-from runtime.cuda_graph import CUDAGraph
-from runtime.device import send_to_cpu
+from runtime.device import CUDAGraph, send_to_cpu
 
 
 def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:

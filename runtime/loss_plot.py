@@ -5,12 +5,14 @@ Tokens, of all ranks together, and hours count training alone, without evaluatio
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from data.files import atomic_write
 from runtime.run_folder import newest
+
+LONGEST_LINE = 2**16  # bytes; a line of metrics.jsonl has a few hundred
 
 
 class Losses(NamedTuple):
@@ -34,39 +36,61 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def metrics_of(path: Path) -> Iterator[dict]:
+    """The lines of metrics.jsonl. Skips what is none: a killed run's last line, another program's, one without end."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_LINE)
+                continue
+            with contextlib.suppress(ValueError, RecursionError):
+                metrics = json.loads(line)
+                if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
+                    yield metrics
+
+
 def read_losses(folder: Path) -> Losses:
     """ValueError if the folder has no losses or a file in it cannot be read."""
     path = folder / "metrics.jsonl"
-    train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        # a killed run's last line, another program's, or a loss that is not finite
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            row = json.loads(line)
+    train = []
+    val = []
+    steps = 0  # of the last line with a loss
+    tokens = 0
+    hours = 0.0
+    tokens_per_step = 0
+    hours_per_step = 0.0
+    for row in metrics_of(path):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # a loss that is not finite
             if "loss" in row:  # its speed and time are means over the steps since the previous line
-                of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
-            steps, tokens, hours = before
-            new, (tokens_each, hours_each) = row["step"] - steps, of_a_step
-            at = row["step"], tokens + new * tokens_each, hours + new * hours_each
+                tokens_per_step = round(row["tok_per_s"] * row["ms"] / 1000)
+                hours_per_step = row["ms"] / 3.6e6
+            n_steps = row["step"] - steps
+            point = row["step"], tokens + n_steps * tokens_per_step, hours + n_steps * hours_per_step
             if "loss" in row:
-                train.append((*at, float(row["loss"])))
-                before = at
+                train.append((*point, float(row["loss"])))
+                steps, tokens, hours = point
             elif "val_loss" in row:
-                val.append((*at, float(row["val_loss"])))
+                val.append((*point, float(row["val_loss"])))
     if not train:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
-    checkpoint, found = newest(folder), read_json(folder / "summary.json")
+    checkpoint = newest(folder)
     saved = read_json(checkpoint / "run.json") if checkpoint else {}
-    settings = saved.get("settings") or found.get("settings", {})  # a resumed run still has the previous run's summary
+    summary = read_json(folder / "summary.json")
+    settings = saved.get("settings") or summary.get("settings", {})  # a resumed run still has the last run's summary
     bits_per_byte = None
     with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # no summary, or an earlier run's
-        if found["curve"][-1][0] == train[-1][0]:
-            bits_per_byte = float(found["bits_per_byte"])
+        if summary["curve"][-1][0] == train[-1][0]:
+            bits_per_byte = float(summary["bits_per_byte"])
     return Losses(folder, train, val, bits_per_byte, settings if isinstance(settings, dict) else {})
 
 
 def smoothed(points: Sequence[tuple]) -> list[float]:
     """At each point, the mean of the losses up to it over a window of a fiftieth of all points."""
-    losses, n = [loss for *_, loss in points], max(1, len(points) // 50)
+    losses = [loss for *_, loss in points]
+    n = max(1, len(points) // 50)
     return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
 
 
@@ -79,8 +103,9 @@ def draw_losses(runs: dict[str, Losses], path: Path) -> None:
     for axes, unit, column, scale in ((left, "million tokens", 1, 1e6), (right, "hours", 2, 1)):
         for label, run in runs.items():
             (line,) = axes.plot([point[column] / scale for point in run.train], smoothed(run.train), label=label)
-            at = [point[column] / scale for point in run.val], [loss for *_, loss in run.val]
-            axes.plot(*at, "o", color=line.get_color(), markersize=4)
+            places = [point[column] / scale for point in run.val]
+            losses = [loss for *_, loss in run.val]
+            axes.plot(places, losses, "o", color=line.get_color(), markersize=4)
         axes.set(xlabel=f"{unit} of training")
         axes.spines[["top", "right"]].set_visible(False)
     left.set(ylabel="loss (dots: validation)")

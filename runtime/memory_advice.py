@@ -13,7 +13,7 @@ from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
-from runtime.memory_stats import require_cpu_memory
+from runtime.memory_stats import card_gib, require_cpu_memory
 
 
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
@@ -157,8 +157,9 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
     return sorted(found, key=lambda flags_and_gib: flags_and_gib[1])[:3]
 
 
-def out_of_memory_message(config: LlamaConfig, run: RunShape, gib: float | None = None) -> str:
-    """What takes most memory in a run that ran out of it, on a card of `gib` GiB, and which settings would lower it."""
+def out_of_memory_message(config: LlamaConfig, run: RunShape, device: str) -> str:
+    """What takes most memory in a run that ran out of it, and which settings would lower it."""
+    gib = card_gib(device)
     now, (phase, found) = peak_gib(config, run), parts(config, run)
     largest = sorted(found, key=lambda part: -part.bytes)[:3]
     lines = [

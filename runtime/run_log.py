@@ -16,16 +16,24 @@ from time import perf_counter, time
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from data.files import atomic_write, display_path, open_to_write, write_json
+from data.files import atomic_write, display_path, open_to_write, read_small, write_json
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
 from runtime import memory_stats
 from runtime.device import send_to_cpu
-from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, stop_on_error, world_size
-from runtime.loss_plot import draw_losses, read_losses
+from runtime.distributed import (
+    all_reduce_max,
+    all_reduce_sum,
+    local_world_size,
+    print0,
+    rank,
+    stop,
+    stop_on_error,
+    world_size,
+)
+from runtime.loss_plot import draw_losses, metrics_of, read_losses
 from runtime.memory import RunShape, peak_gib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,8 +47,8 @@ PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the datasheets; the fi
 def peak_flops(device_name: str) -> float | None:
     """FLOPs per second of the card in bfloat16 and float16; None for a card that is not listed."""
     other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # not variants with more or fewer cores, nor MIG slices
-    fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
-    return next(fitting, None)
+    peaks = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
+    return next(peaks, None)
 
 
 def git(root: Path = ROOT) -> list[str]:
@@ -57,12 +65,12 @@ def git_commit(root: Path = ROOT) -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    found = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
+    names = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
     if device == "cpu":
-        return found
+        return names
     import triton
 
-    return found | {"triton": triton.__version__, "cuda": torch.version.cuda}
+    return names | {"triton": triton.__version__, "cuda": torch.version.cuda}
 
 
 def percent(share: float | None) -> str:
@@ -94,8 +102,12 @@ class RunLog:
         self, out_dir: str, device: str, dtype: str, tokens_per_step: int, flops_per_token: float, max_iters: int = 0,
         log_interval: int = 1,
     ):  # fmt: skip
-        self.out_dir, self.device, self.max_iters, self.log_interval = Path(out_dir), device, max_iters, log_interval
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.out_dir = Path(out_dir)
+        self.device = device
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.max_iters = max_iters
+        self.log_interval = log_interval
         on_gpu = device != "cpu"
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
@@ -107,36 +119,41 @@ class RunLog:
         self.seconds = []  # of each step: the mean between two lines
         self.train_seconds = 0.0  # their sum
         self.curve = []  # (step, training seconds so far, loss) of each line
-        self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: header's, for the summary
-        self.began = perf_counter()
+        self.peak_gib = None
+        self.file = None
+        self.wandb = None
+        self.model_facts = {}  # of header(), for the summary
+        self.line_began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
     def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
-        config, tokens, steps, known = model.config, len(data.tokens), self.max_iters, data.meta["vocab_size"]
-        self.facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
+        config = model.config
+        self.model_facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
-        computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
+        fp8 = ", projections in float8" if run.fp8 else ""
         n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
-        print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {computes}")
+        print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {run.dtype} compute{fp8}")
         if run.lora_rank:
-            bits = 4 if run.quantize_base == "nf4" else 8 * run.fp8
-            base = f"{bits} bits per projection weight" if bits else run.dtype
-            print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
+            print0(f"lora      adapters of rank {run.lora_rank}; quantize_base: {run.quantize_base}")
         if self.device != "cpu":
-            gib = f"about {self.facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            gib = f"about {self.model_facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
+        steps = self.max_iters
         times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
-        print0(f"data      {data.tokens.folder}: {tokens:,} tokens; {steps:,} steps read them {times:.2f} times")
+        print0(
+            f"data      {data.tokens.folder}: {len(data.tokens):,} tokens; {steps:,} steps read them {times:.2f} times"
+        )
         if data.packing:
             print0(f"          {data.packing}")
-        if config.vocab_size > known:
-            print0(f"          its vocabulary is {known:,} of the model's {config.vocab_size:,} tokens")
+        vocab_size = data.meta["vocab_size"]
+        if config.vocab_size > vocab_size:
+            print0(f"          its vocabulary is {vocab_size:,} of the model's {config.vocab_size:,} tokens")
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if warmup_iters >= steps:
@@ -154,39 +171,36 @@ class RunLog:
         """
         self.first_step = first_step
         self.on_not_finite = on_not_finite
-        self.began = perf_counter()
+        self.line_began = perf_counter()
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
         if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
-            kept = path.rename(path.with_name("metrics.jsonl.old"))
-            print0(f"begins    anew: there is no checkpoint; {kept} has the previous run's lines")
-        lines = path.read_text(errors="replace").splitlines() if first_step and path.is_file() else []
-
-        def belongs(line):
-            try:
-                return json.loads(line).get("step", 0) <= first_step
-            except (ValueError, AttributeError, TypeError, RecursionError):  # cut off, or damaged
-                return False
-
+            old = path.rename(path.with_name("metrics.jsonl.old"))
+            print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
         with atomic_write(path) as file:
-            file.write("".join(line + "\n" for line in lines if belongs(line)).encode())
+            for metrics in metrics_of(path):
+                if metrics["step"] <= first_step:
+                    file.write(json.dumps(metrics).encode() + b"\n")
         self.file = open_to_write(path, "a")
         if settings is not None:
             self._start_wandb(first_step, settings)
-        self.began = perf_counter()
+        self.line_began = perf_counter()
 
     def _start_wandb(self, first_step: int, settings: dict) -> None:
         """Start a wandb run, or continue that of the resumed run. wandb itself reads WANDB_NAME and the like."""
         options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
-        known = self.out_dir / "wandb_id"
-        if first_step and known.is_file():
-            options = options | {"id": known.read_text(), "resume": "allow"}
+        path = self.out_dir / "wandb_id"
+        if first_step and path.exists():
+            run_id = read_small(path, limit=100)
+            if not re.fullmatch(rb"[\w-]+", run_id):
+                raise ValueError(f"{path} holds no wandb run's id: remove it, and this run gets a new one")
+            options |= {"id": run_id.decode(), "resume": "allow"}
         try:
             import wandb
 
             run_id = wandb.init(**options).id
-            with open_to_write(known, "w") as file:
+            with open_to_write(path, "w") as file:
                 file.write(run_id)
         except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
             fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
@@ -223,7 +237,7 @@ class RunLog:
         self._finish_line()
         began = perf_counter()
         yield
-        self.began += perf_counter() - began
+        self.line_began += perf_counter() - began
 
     def step(self, step: int, lr: float, **numbers: torch.Tensor) -> None:
         """Add up a step's numbers, scalars on the device: `loss` is this rank's share, others are equal on all ranks.
@@ -240,8 +254,7 @@ class RunLog:
         if step % self.log_interval and step not in (self.first_step + 1, self.max_iters):
             return
         totals = torch.stack(list(self.sums.values()))
-        if world_size > 1:
-            dist.all_reduce(totals)
+        all_reduce_sum(totals)
         means = send_to_cpu(totals / world_size / self.steps_since_line)
         self.line = Line(step, lr, list(self.sums), means, self.steps_since_line, self.data_seconds)
         self.sums = {}
@@ -257,8 +270,8 @@ class RunLog:
         step, lr, names, means, n_steps, data_seconds = self.line
         self.line = None
         means = dict(zip(names, means(), strict=True))
-        seconds = (perf_counter() - self.began) / n_steps
-        self.began = perf_counter()
+        seconds = (perf_counter() - self.line_began) / n_steps
+        self.line_began = perf_counter()
         self.seconds += [seconds] * n_steps
         self.train_seconds += seconds * n_steps
         tok_per_s = self.tokens_per_step / seconds
@@ -276,13 +289,13 @@ class RunLog:
 
     def _print_step(self, step: int, lr: float, means: dict[str, float], seconds: float, data_ms: float) -> None:
         tok_per_s = self.tokens_per_step / seconds
-        left = round(seconds * (self.max_iters - step))
+        eta = round(seconds * (self.max_iters - step))
         others = "".join(f"| {name} {mean:.4g} " for name, mean in means.items() if name not in ("loss", "grad_norm"))
         print0(
             f"step {step:05d}/{self.max_iters} | loss {means['loss']:.4f} | lr {lr:.2e} "
             f"| norm {means['grad_norm']:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s "
             f"| mfu {percent(self.mfu(tok_per_s))} | mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms {others}"
-            f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
+            f"| eta {eta // 3600}h{eta % 3600 // 60:02d}m{eta % 60:02d}s"
         )
 
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
@@ -292,8 +305,8 @@ class RunLog:
         self.record({"step": step, "val_loss": val_loss})
         return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
 
-    def summary(self, val_loss: float, all_of_val: Tokens | None, **more) -> None:
-        """Print the run's result and write summary.json. all_of_val: the validation tokens, if val_loss covers all."""
+    def summary(self, val_loss: float, val_tokens: Tokens, n_evaluated: int, **more) -> None:
+        """Print the run's result and write summary.json. n_evaluated: how many of val_tokens are in val_loss."""
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
@@ -304,7 +317,7 @@ class RunLog:
             f"the median step {seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(self.mfu(tok_per_s))}; "
             f"peak {self.peak_gib:.1f} GiB"
         )
-        found = {
+        result = {
             "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
             "device": f"{world_size} x {self.device_name}",
             "versions": self.versions,
@@ -312,7 +325,7 @@ class RunLog:
             "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
-            **self.facts,
+            **self.model_facts,
             "cpu_gib": memory_stats.used_gib("cpu"),
             "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
@@ -321,25 +334,25 @@ class RunLog:
             "tok_per_s": tok_per_s,
             "mfu": self.mfu(tok_per_s),
         }
-        if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # val_loss covers all bytes that gzip and xz read
-            meta = all_of_val.meta
-            found["bits_per_byte"] = val_loss / math.log(2) * len(all_of_val) / meta["val_bytes"]
-            found |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
+        meta = val_tokens.meta
+        if "gzip_bits_per_byte" in meta and n_evaluated > 0.99 * len(val_tokens):  # of the bytes that gzip and xz read
+            result["bits_per_byte"] = val_loss / math.log(2) * len(val_tokens) / meta["val_bytes"]
+            result |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
             print0(
-                f"validation: {found['bits_per_byte']:.3f} bits per byte; gzip -9 needs "
+                f"validation: {result['bits_per_byte']:.3f} bits per byte; gzip -9 needs "
                 f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
         path = self.out_dir / "summary.json"
         try:
-            write_json(path, found)  # atomic: a full disk leaves no half-written file
+            write_json(path, result)  # atomic: a full disk leaves no half-written file
         except OSError as error:
             print0(f"{path}: {error.strerror}")
         self.draw()
 
     def next_command(self, chat: bool) -> None:
-        sample = display_path(ROOT / "sample.py")
-        print0(f"next: {shlex.join(['python', sample, f'--out_dir={self.out_dir}'])}" + " --chat" * chat)
+        command = ["python", display_path(ROOT / "sample.py"), f"--out_dir={self.out_dir}"]
+        print0(f"next: {shlex.join([*command, '--chat'] if chat else command)}")
 
     def draw(self) -> None:
         """Draw loss.png, if matplotlib is installed and there are enough points."""

@@ -124,10 +124,7 @@ def make_excepthook(where: Callable[[], str], out_dir: str, out_of_memory: Calla
             except (OSError, RuntimeError) as failed:
                 say(f"what was in memory could not be written to {path}: {failed}", file=sys.stderr)
             os._exit(1)
-        lost = re.search(
-            r"Connection (closed|reset) by peer|Broken pipe|remote process exited|[Tt]imed out", str(error)
-        )
-        if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+        if world_size > 1 and (LOST.search(str(error)) or isinstance(error, dist.DistBackendError)):
             sentence = f"rank {rank}, {where()}, lost another rank or its connection: see that rank's output."
             say(f"{sentence} Error: {error}", file=sys.stderr)
             os._exit(1)

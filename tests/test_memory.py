@@ -407,12 +407,13 @@ def test_advice_is_only_what_train_py_accepts():
     assert "offload_activations" not in names(activation_checkpointing="none")
 
 
-def test_out_of_memory_message_names_what_is_large_and_what_lowers_it():
-    said = memory_advice.out_of_memory_message(LLAMA_1B, RunShape(8), gib=24)
+def test_out_of_memory_message_names_what_is_large_and_what_lowers_it(monkeypatch):
+    monkeypatch.setattr(memory_advice, "card_gib", lambda device: 24)
+    said = memory_advice.out_of_memory_message(LLAMA_1B, RunShape(8), "cuda:0")
     assert "about 28.5 GiB, the card has 24.0" in said and "saved activations 12.5" in said
     assert "--activation_checkpointing=selective  about 20.5 GiB instead of 28.5" in said
     least = RunShape(1, offload="all", activation_checkpointing="full", offload_activations=True)
-    assert "no setting would lower it" in memory_advice.out_of_memory_message(LLAMA_1B, least)
+    assert "no setting would lower it" in memory_advice.out_of_memory_message(LLAMA_1B, least, "cuda:0")
 
 
 def test_table_adds_up():

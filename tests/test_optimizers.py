@@ -24,7 +24,7 @@ from optimizers.rules import rule_of
 from runtime.check_settings import find_problem
 from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
-from runtime.cuda_graph import CUDAGraph
+from runtime.device import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.stream_weights import StreamedWeights
 from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses

@@ -106,7 +106,7 @@ def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train):
 def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_path, monkeypatch, settings):
     monkeypatch.setattr(model_module, "MLP_CHUNK", 1)  # then 4C tokens, 128, are the limit
     run = train(**{"batch_size": 16} | settings, activation_checkpointing="full")
-    assert run["how"].groups_of_sequences(run["batch_size"], 32, run["n_embd"]) > 1
+    assert run["run_shape"].how.groups_of_sequences(run["batch_size"], 32, run["n_embd"]) > 1
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 5e-4 if "dtype" in settings else 1e-5)
 
