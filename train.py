@@ -122,10 +122,10 @@ device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 cuda_graph = cuda_graph and device != "cpu"
 torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
+distributed.init_distributed(device, timeout)  # sets an excepthook of its own
 sys.excepthook = make_excepthook(
     lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, device)
 )
-distributed.init_distributed(device, timeout)
 distributed.require_same_on_all_ranks(settings)
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
