@@ -107,7 +107,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.bos = doc_start_of(config)
     if tokenizer.bos is not None and tokenizer.bos >= tokenizer.n_vocab:
         raise ValueError(f"{folder} begins texts with {tokenizer.bos}, which is no token of its tokenizer")
-    tokenizer.templates = templates_of(files, folder)
+    tokenizer.templates = templates_of(files)
     return tokenizer
 
 
@@ -193,10 +193,6 @@ def read_options(folder: Path, files: dict[str, bytes]) -> dict:
         {name: value for name, value in parse(files.get(file, b"{}"), folder / file).items() if value is not None}
         for file in ("tokenizer_config.json", "special_tokens_map.json")
     )
-    for name in ("bos_token", "eos_token"):
-        for options in (config, names):
-            if name in options and not spelling(options[name]):
-                raise ValueError(f"{folder}'s tokenizer files have {options[name]!r:.60} as {name}, expected a text")
     return names | config if "added_tokens_decoder" in config else config | names
 
 
@@ -234,12 +230,12 @@ def parse(content: bytes, path: Path) -> dict:
 # Chat templates in files: one alone in chat_template.jinja, several in tokenizer_config.json
 
 
-def templates_of(files: dict[str, bytes], folder: Path = Path()) -> dict[str, str]:
+def templates_of(files: dict[str, bytes]) -> dict[str, str]:
     """{name: chat template} in tokenizer files. In tokenizer_config.json there is a text, which is the default, or
     [{"name": ..., "template": ...}, ...], or {name: template}.
     """
     if "chat_template.jinja" in files:
-        return {"default": text_of(files["chat_template.jinja"], folder / "chat_template.jinja")}
+        return {"default": files["chat_template.jinja"].decode()}
     content = parse_file(files, "tokenizer_config.json").get("chat_template") or {}
     templates = content
     if isinstance(content, str):
@@ -278,20 +274,11 @@ def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
 
     As in transformers: if there are templates in files, those in its tokenizer_config.json do not count.
     """
-    named = {
-        path.stem: text_of(read_small(path, MOST_FILE_BYTES), path)
-        for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
-    }
+    paths = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    named = {path.stem: read_small(path, MOST_FILE_BYTES).decode() for path in paths}
     if "chat_template.jinja" in files:
-        return with_templates(files, templates_of(files, folder) | named)
+        return with_templates(files, templates_of(files) | named)
     return with_templates(files, named) if named else files
-
-
-def text_of(content: bytes, path: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ def targets_of(folder, split="train"):
     return [tokenizer.decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
 
 
+def theirs(messages, template, **variables):
+    """The text that transformers renders."""
+    [text], _ = render_jinja_template([messages], chat_template=template, **variables)
+    return text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
 
@@ -98,11 +104,13 @@ def targets_of(folder, split="train"):
 ], ids=["llama3", "plain", "tools", "break", "generation", "namespace"])  # fmt: skip
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
 def test_templates_render_as_in_transformers(template, prompt):
+    tokenizer = byte_tokenizer(".", SPECIAL)
+    tokenizer.templates = {"default": template}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer.named_tokens = tokens
     for tools in (None, [{"type": "function", "function": {"name": "wéather"}}]):
-        options = dict(chat_template=template, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
-        (theirs,), _ = render_jinja_template([MESSAGES], tools=tools, **options)
-        ours = {"add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>", "tools": tools}
-        assert render(MESSAGES, template, ours) == theirs
+        expected = theirs(MESSAGES, template, tools=tools, add_generation_prompt=prompt, **tokens)
+        assert render(tokenizer, MESSAGES, tools, add_generation_prompt=prompt) == expected
 
 
 @pytest.mark.parametrize("template, message", [
@@ -173,7 +181,7 @@ def test_a_template_has_every_named_token_that_it_has_in_transformers(tmp_path):
 
 def test_only_answers_and_their_ends_of_turn_are_targets():
     ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, MESSAGES))
-    assert ids == LLAMA3.encode(render(MESSAGES, LLAMA3_TEMPLATE, BOS), special=True)
+    assert ids == LLAMA3.encode(theirs(MESSAGES, LLAMA3_TEMPLATE, **BOS), special=True)
     learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
     assert learned == "4<|eot_id|>Yes.<|eot_id|>"
     said = "".join(
@@ -198,7 +206,7 @@ def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     first = is_target.index(True)
     assert ids[:first] == encode_prompt(tokenizer, messages[:1])
     assert tokenizer.decode(ids[first:]) == "xyz<|endoftext|>\n" and is_target[-2:] == [True, False]
-    assert 257 in tokenizer.encode(render(messages, PLAIN, {"eos_token": ""})), "it does not merge"
+    assert 257 in tokenizer.encode(theirs(messages, PLAIN, eos_token="")), "it does not merge"
 
 
 def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypatch):
@@ -208,7 +216,7 @@ def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypat
     ids, is_target = encode_answers(LLAMA3, text)
     assert sum(encoded) < 4 * len(text)
     assert LLAMA3.decode(i for i, target in zip(ids, is_target, strict=True) if target) == "4<|eot_id|>" * 100
-    assert ids == encode(render(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, BOS), special=True)
+    assert ids == encode(theirs(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, **BOS), special=True)
 
 
 def test_a_special_token_that_a_message_spells_out_stays_text():
@@ -217,7 +225,7 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
         {"role": "assistant", "content": "<|eot_id|> ends a turn."},
     ]
     ids, _ = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
-    assert LLAMA3.decode(ids) == render(messages, LLAMA3_TEMPLATE, BOS), "the text changed"
+    assert LLAMA3.decode(ids) == theirs(messages, LLAMA3_TEMPLATE, **BOS), "the text changed"
     assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="not characters"):

@@ -59,9 +59,7 @@ def read_row(row: Any) -> Conversation:
     keys, more_keys, read_messages = FORMATS[name]
     messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
     if row.get("system") and not any(message["role"] == "system" for message in messages):
-        if not isinstance(row["system"], str):
-            raise ValueError(f"system is {row['system']!r:.40}, expected a text")
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+        messages = [checked({"role": "system", "content": row["system"]}, 0), *messages]
     is_learned = all(row.get(flag, 1) != 0 for flag in ROW_FLAGS)
     read = keys | more_keys | ROW_KEYS
     ignored = [key for key in row if key not in read or (key in ROW_FLAGS and row[key] not in (0, 1))]
@@ -121,19 +119,11 @@ def from_alpaca(row: dict) -> list:
     """As LLaMA-Factory documents it: the question is instruction and input, a newline between them, after `history`,
     a list of [question, answer] whose answers are learned too.
     """
-    history = row.get("history", [])
-    if not isinstance(history, list) or not all(isinstance(each, list) and len(each) == 2 for each in history):
-        raise ValueError(f"history is {history!r:.60}, expected a list of [question, answer]")
-    for name in ("instruction", "input"):
-        if not isinstance(row.get(name, ""), str):
-            raise ValueError(f"{name} is {row[name]!r:.40}, expected a text")
     question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    pairs = [*history, [question, row["output"]]]
-    return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    messages = []
+    for asked, answered in [*row.get("history", []), [question, row["output"]]]:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return messages
 
 
 FORMATS = {  # name: the keys that tell it, keys that it may have, its reader
@@ -165,10 +155,6 @@ def checked(message: Any, i: int) -> dict:
     for name in LEARN_FLAGS:
         if message.get(name, 1) not in (0, 1):
             raise ValueError(f"message {i} has {name} {message[name]!r:.40}, expected 0 or 1, false or true")
-    for name in REASONING:
-        if not isinstance(message.get(name, ""), str):
-            raise ValueError(f"message {i} has {message[name]!r:.40} as {name}, expected a text")
-    check_tool_calls(message, i)
     is_learned = all(message.get(name, 1) for name in LEARN_FLAGS)
     message = {name: value for name, value in message.items() if name not in LEARN_FLAGS}
     if not is_learned:
@@ -193,20 +179,6 @@ def text_of(content: Any, i: int) -> str:
     return "".join(part["text"] for part in content)
 
 
-def check_tool_calls(message: dict, i: int) -> None:
-    """ValueError unless tool_calls is a list of objects, and the arguments of each are an object or the text of one."""
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise ValueError(f"message {i} has {calls!r:.40} as tool_calls, expected a list")
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise ValueError(f"message {i} has {call!r:.60} among its tool_calls, expected an object")
-        if function.get("arguments") is not None and parse_json(function["arguments"], dict) is None:
-            expected = "expected an object, or the JSON text of one"
-            raise ValueError(f"message {i} calls a tool with the arguments {function['arguments']!r:.60}, {expected}")
-
-
 def parse_json(value: Any, kind: type) -> Any:
     """A value of this type, or the one that a string holds as JSON. None if it is neither."""
     if isinstance(value, str):
@@ -228,13 +200,10 @@ def tools_of(row: dict) -> list[dict] | None:
 
 def variables_of(row: dict) -> dict[str, Any]:
     """What a chat template gets besides messages and tools."""
-    documents = row.get("documents", [])
-    if not isinstance(documents, list) or not all(isinstance(each, dict) for each in documents):
-        raise ValueError(f"documents is {documents!r:.60}, expected a list of objects")
     variables = parse_json(row.get("chat_template_kwargs", {}), dict)
     if variables is None:
         raise ValueError(f"chat_template_kwargs is {row['chat_template_kwargs']!r:.60}, expected an object")
-    return {"documents": documents or None} | variables
+    return {"documents": row.get("documents")} | variables
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def render_rows(
             bad(f"{where}: {error}")
         except RecursionError:
             bad(f"{where} is nested too deeply")
+        except (AttributeError, KeyError, TypeError) as error:  # a list where an object is expected, and the like
+            bad(f"{where} is malformed: {error!r:.200}")
         else:
             seen.add(conversation, names_read(template))
             if text is not None:

@@ -17,9 +17,8 @@ import re
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import datetime
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -46,7 +45,8 @@ LLAMA3_TEMPLATE = """\
 
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
-ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around the text to learn
+ANSWER = "\ufdd1"  # before a text to learn
+ANSWER_END = "\ufdd2"  # after it
 MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
 ANSWER_BLOCK = re.compile(f"{ANSWER}([^{ANSWER_END}]*){ANSWER_END}")
 
@@ -70,24 +70,6 @@ def template_of(tokenizer: Tokenizer, tools: list[dict] | None = None) -> str:
     return LLAMA3_TEMPLATE
 
 
-def render(messages: list[dict], template: str, variables: dict, keep_answers: bool = False) -> str:
-    """The text of messages that as_read gives. ValueError if the template is broken or refuses the messages.
-
-    template: Jinja source. variables: what else it may read. keep_answers: with ANSWER and ANSWER_END around answers
-    that the template marks itself.
-    """
-    # transformers always defines these: templates compare them with none.
-    defaults = {"add_generation_prompt": False, "tools": None, "documents": None}
-    try:
-        text = compile_template(template).render(defaults | variables | {"messages": messages})
-    except Exception as error:  # a third-party program may raise anything
-        reason = str(error) or type(error).__name__
-        if isinstance(error, MemoryError):
-            reason = f"it takes more than {MOST_BYTES:,} bytes of memory"
-        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
-    return text if keep_answers else MARKS.sub("", text)
-
-
 class Arguments(dict):
     """The arguments of a tool call that came as JSON text: an object, and that text where a template writes it as one.
 
@@ -108,7 +90,7 @@ class Arguments(dict):
         return other + self._text
 
 
-def as_read(message: dict, template: str) -> dict:
+def as_read(message: dict, names: frozenset[str]) -> dict:
     """A message as transformers gives it to a template: reasoning has every name that templates read.
 
     And arguments that are JSON text, as in OpenAI's format, are an object.
@@ -118,7 +100,7 @@ def as_read(message: dict, template: str) -> dict:
     given = [message[name] for name in REASONING if name in message]
     if given:
         message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
-        if "reasoning" in names_read(template):
+        if "reasoning" in names:
             message.setdefault("reasoning", given[0])
     return message
 
@@ -128,7 +110,12 @@ def parse_arguments(call: dict) -> dict:
     text = function.get("arguments")
     if not isinstance(text, str):
         return call
-    function = function | {"arguments": Arguments(json.loads(text), text)}
+    try:
+        function = function | {"arguments": Arguments(json.loads(text), text)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"it calls a tool with the arguments {text!r:.60}, expected the JSON text of an object"
+        ) from error
     return call | {"function": function} if "function" in call else function
 
 
@@ -199,35 +186,22 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 @contextmanager
 def bounded():
-    """Let a template take MOST_BYTES of memory and MOST_SECONDS: then it ends with a MemoryError or a TimeoutError.
-
-    Only Linux limits memory, and only the main thread can be interrupted.
+    """In the main thread: let a template take MOST_SECONDS and, on Linux, MOST_BYTES of memory. Then it ends with a
+    TimeoutError or a MemoryError.
     """
-    with limited_memory() if sys.platform == "linux" else nullcontext():
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handler = signal.signal(signal.SIGVTALRM, raise_timeout)
-        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, handler)
-
-
-@contextmanager
-def limited_memory():
-    with open("/proc/self/statm") as file:
-        n_pages = int(file.read().split()[0])
-    n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        n_bytes = min(n_bytes, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, hard))
+    handler = signal.signal(signal.SIGVTALRM, raise_timeout)
     try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
+        if sys.platform == "linux":
+            with open("/proc/self/statm") as file:
+                n_pages = int(file.read().split()[0])
+            n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (n_bytes if hard < 0 else min(n_bytes, hard), hard))
         yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
@@ -242,7 +216,7 @@ def raise_timeout(signum, frame):
 @bounded()
 def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """The ids of a conversation up to where the assistant's next answer begins. ValueError as render."""
-    return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True))
+    return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
 
 
 @bounded()
@@ -271,7 +245,7 @@ def render_answers(
             raise ValueError(f"message {i + 1} has tool calls, which the chat template does not write")
         if not any(messages[i].get(name, "").strip() for name in written) and not messages[i].get("tool_calls"):
             raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
-    rendered = functools.partial(render_marked, tokenizer, tools=tools, variables=variables)
+    rendered = functools.partial(render, tokenizer, tools=tools, variables=variables)
     marked = rendered(messages, keep_answers=True)
     text = MARKS.sub("", marked)
     if marked != text:
@@ -321,10 +295,12 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
 
     A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
-    ids, is_target, context = [], [], ""
+    ids = []
+    is_target = []
+    context = ""  # ids may depend on the text before them, but only back to the last special token
     for i, part in enumerate(MARKS.split(text)):
-        # ids may depend on the text before them, but only back to the last special token
-        before, both = encode(tokenizer, context), encode(tokenizer, context + part)
+        before = encode(tokenizer, context)
+        both = encode(tokenizer, context + part)
         continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
         ids += both[len(before) :] if continues else encode(tokenizer, part)
         is_target += [i % 2 == 1] * (len(ids) - len(is_target))
@@ -333,21 +309,33 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     return ids, is_target
 
 
-def render_marked(
+def render(
     tokenizer: Tokenizer,
     messages: list[dict],
-    add_generation_prompt: bool = False,
     tools: list[dict] | None = None,
     variables: dict | None = None,
+    add_generation_prompt: bool = False,
     keep_answers: bool = False,
 ) -> str:
-    """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
-    template = template_of(tokenizer, tools)
-    messages = broken([as_read(message, template) for message in messages], tokenizer)
-    variables = tokenizer.named_tokens | broken(variables or {}, tokenizer)
-    variables["tools"] = broken(tools or None, tokenizer)
-    variables["add_generation_prompt"] = add_generation_prompt
-    return render(messages, template, variables, keep_answers)
+    """The text of messages in the tokenizer's template, with BREAK inside special tokens that the messages spell out.
+
+    keep_answers: with ANSWER and ANSWER_END around answers that the template marks itself. ValueError if the template
+    is broken or refuses the messages.
+    """
+    template = compile_template(template_of(tokenizer, tools))
+    names = names_read(template_of(tokenizer, tools))
+    # transformers always defines these: templates compare them with none.
+    given = {"documents": None} | (variables or {}) | {"tools": tools or None}
+    given["messages"] = [as_read(message, names) for message in messages]
+    variables = tokenizer.named_tokens | broken(given, tokenizer) | {"add_generation_prompt": add_generation_prompt}
+    try:
+        text = template.render(variables)
+    except Exception as error:  # a third-party program may raise anything
+        reason = str(error) or type(error).__name__
+        if isinstance(error, MemoryError):
+            reason = f"it takes more than {MOST_BYTES:,} bytes of memory"
+        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
+    return text if keep_answers else MARKS.sub("", text)
 
 
 def broken(value, tokenizer: Tokenizer):
