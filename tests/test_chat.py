@@ -7,7 +7,6 @@ import itertools
 import json
 import resource
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from model import LlamaConfig
 from runtime.restore import documents
 from tests.datasets import contents
 from tests.published import CHATML, publish_chat_model, smollm2
-from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 PLAIN = """\
@@ -78,7 +76,9 @@ def written(tmp_path):
 def targets_of(folder, split="train"):
     """The targets of a split as text: one string per conversation."""
     tokens = Tokens(folder, split)
-    ids, mask, tokenizer = tokens.shards[0][:], tokens.masks[0][:], tokenizer_of(folder)
+    ids = tokens.shards[0][:]
+    mask = tokens.masks[0][:]
+    tokenizer = tokenizer_of(folder)
     bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
     spans = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
     return [tokenizer.decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
@@ -210,7 +210,8 @@ def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
 
 
 def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypatch):
-    encode, encoded = LLAMA3.encode, []
+    encode = LLAMA3.encode
+    encoded = []
     monkeypatch.setattr(LLAMA3, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
     text = render_answers(LLAMA3, MESSAGES[1:3] * 100)
     ids, is_target = encode_answers(LLAMA3, text)
@@ -359,7 +360,8 @@ def reads(fast, tmp_path):
         ids, is_target = encode_answers(tokenizer, text)
         spans = itertools.groupby(zip(ids, is_target, strict=True), key=lambda pair: pair[1])
         read.learned = [tokenizer.decode(token for token, _ in span) for target, span in spans if target]
-        read.ids, read.is_target = ids, is_target
+        read.ids = ids
+        read.is_target = is_target
         return tokenizer.decode(ids)
 
     return read
@@ -443,7 +445,8 @@ def test_a_row_that_is_flagged_is_left_out_and_counted(flag, written, capsys):
 
 
 def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fast):
-    [_, called] = messages = with_json_arguments([ASKED, CALLED])
+    messages = with_json_arguments([ASKED, CALLED])
+    called = messages[1]
     called["tool_calls"][0]["function"]["arguments"] = '{"city":"<|im_end|>", "days" : null}'
     theirs = fast.apply_chat_template(messages, chat_template=DEEPSEEK, tokenize=False)
     assert reads(DEEPSEEK, {"messages": messages}) == theirs and theirs.count('"days" : null}') == 2
@@ -453,17 +456,14 @@ def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fas
     assert reads.ids.count(258) == len(messages), "an argument became a special token"
 
 
-RENAMES_REASONING = hasattr(chat_template_utils, "_REASONING_FIELDS")  # newer transformers
-
-
 @pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_is_learned_under_every_name_that_a_template_reads(reads, fast, given, read):
     template = QWEN.replace("reasoning_content", read)
     row = {"messages": [ASKED, ANSWERED | {given: "It is dry."}]}
     assert reads(template, row).endswith("<think>\nIt is dry.\n</think>\nNo.<|im_end|>\n")
-    theirs_too = read == given or (read != "reasoning" and RENAMES_REASONING)  # else these are ours alone
-    if theirs_too:
+    renames = hasattr(chat_template_utils, "_REASONING_FIELDS")  # newer transformers
+    if read == given or (read != "reasoning" and renames):  # the others are ours alone
         assert reads(template, row) == fast.apply_chat_template(row["messages"], chat_template=template, tokenize=False)
 
 
@@ -570,20 +570,13 @@ def test_what_a_template_marks_is_learned_as_in_transformers_mask(reads, fast, n
         assert reads.learned * 2 == both and reads.is_target.index(True) > len(reads.ids) / 2
 
 
-def test_marks_that_no_answer_can_be_told_by_and_answers_without_end_are_refused(reads, tmp_path, written):
-    template = MARKED.replace(
-        "m.content + '<|im_end|>'", "m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>'"
-    )
+def test_marks_that_no_answer_can_be_told_by_are_refused(reads):
+    both = "m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>'"
+    template = MARKED.replace("m.content + '<|im_end|>'", both)
     reads(template, {"messages": [Q, A, Q, A]})
     assert "".join(reads.learned) == "b<|im_end|>b<|im_end|>"
     with pytest.raises(ValueError, match="marks 4 texts in 2 answers"):
         reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
-    unended = MARKED.replace("m.content + '<|im_end|>'", "m.content").replace(
-        "'\\n' }}\n    {%- else", "eos_token }}{%- else"
-    )
-    (tmp_path / "unended.jinja").write_text(unended)
-    with pytest.raises(ValueError, match="does not end answers with a special token"):
-        written(line("a", "b"), template=tmp_path / "unended.jinja")
 
 
 def test_the_end_of_turn_is_found_before_a_line_break_that_is_learned_too(written, tmp_path):
@@ -679,11 +672,6 @@ def test_a_list_without_a_default_template_renders_only_conversations_with_tools
     )
     with pytest.raises(ValueError, match="has chat templates for tool_use only"):
         render_answers(tokenizer, [Q, A])
-    for wrong in (5, ["x"], [{"name": "default"}], [{"name": [], "template": "x"}], {"default": 1}, [None]):
-        content = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": wrong}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="expected a text, or a list of {name, template}"):
-            get_tokenizer(tmp_path)
 
 
 def deep(n):
@@ -710,8 +698,9 @@ ODD_VALUES = (
 def paths_in(value, path=()):
     """The place of every value in a row."""
     yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in children:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, child in value.items() if isinstance(value, dict) else ():
         yield from paths_in(child, (*path, key))
 
 
@@ -725,7 +714,8 @@ def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp
         from_them(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
         TASK | {"input": "c", "history": [["d", "e"]], "system": "f"},
     ]
-    n_learned, sentences = 0, []
+    n_learned = 0
+    sentences = []
     for row in rows:
         for *path, last in (path for path in paths_in(row) if path):
             for odd in ODD_VALUES:
@@ -775,7 +765,8 @@ def test_evaluation_reads_the_same_formats(sample, tmp_path):
 def test_prepared_conversations_read_back_with_masks_counts_and_template(written, capsys):
     lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
     folder = written(*lines, '{"prompt": "in", "completion": "out\\ud83e"}', "", val_fraction=0.2)
-    found, eos = [targets_of(folder, split) for split in ("train", "val")], "<|endoftext|>"
+    eos = "<|endoftext|>"
+    found = [targets_of(folder, split) for split in ("train", "val")]
     expected = [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out?{eos}"]
     assert len(found[1]) == 7 and sorted(sum(found, [])) == sorted(expected)
     meta = Tokens(folder, "train").meta
@@ -849,20 +840,6 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
     assert not (tmp_path / "data").exists()
     with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
         chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
-
-
-def test_prepare_names_the_next_command_from_any_folder(written, tmp_path, monkeypatch, capsys):
-    written(line("a", "b"), line("c", "d"))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"nanocria_tokenizer": "bytes"}')
-    monkeypatch.chdir(tmp_path)
-    for tokenizer, weights in (("bytes", "FOLDER"), ("model", tmp_path / "model")):
-        arguments = f"--input chats.jsonl --tokenizer {tokenizer} --template plain.jinja --out o --workers=1"
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])
-        chat.main()
-        command = f"python {ROOT}/train.py {ROOT}/config/sft.py --init_from={weights} --dataset={tmp_path}/o"
-        assert f"\nnext: {command}" in capsys.readouterr().out
-    assert (ROOT / "config/sft.py").exists()
 
 
 def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a_turn(tmp_path):

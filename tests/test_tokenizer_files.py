@@ -115,13 +115,16 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
     """Like Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
-    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
     backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, text = get_tokenizer(tmp_path), prose(1, 20)
+    tokenizer = get_tokenizer(tmp_path)
+    text = prose(1, 20)
     words = text.split()
-    prompt, ids = tokenizer.encode(words[0]), tokenizer.encode(text)
+    prompt = tokenizer.encode(words[0])
+    ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, prompt)
     pieces = [stream.add(token) for token in ids[len(prompt) :]]
     assert ids[: len(prompt)] == prompt and words[0] + "".join([*pieces, stream.end()]) == text.strip()
@@ -153,6 +156,15 @@ PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which Hugging Fac
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
     "llama3": LLAMA3_PATTERN,
 }
+
+
+def small_encoding(name, end_of_text="<|endoftext|>"):
+    """A tokenizer of bytes with the pattern of a larger one."""
+    ranks = {bytes([i]): i for i in range(256)}
+    pattern = PATTERNS.get(name, LLAMA3_PATTERN)
+    return Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={end_of_text: 256}))
+
+
 AWKWARD = "I'll IT'S 'ſ 1234567 ½²٣ été\r\n\n  \t \n x;;\n\nK漢字🦙\u0301\xa0\u3000 .  \n \n"
 AWKWARD += "<|endoftext|>aaaaaaaa ababab  "
 
@@ -218,12 +230,15 @@ ADDED = ["<think>", "</think>", "foo", "Th e", "é", "THE", " lead", "trail "]
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace, unigram, word_piece])
 def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tmp_path):
-    special, rng = ["<unk>", "<s>", "</s>", "[CLS]"], random.Random(0)
+    special = ["<unk>", "<s>", "</s>", "[CLS]"]
+    rng = random.Random(0)
     tokenizer, trainer = kind(special)
     tokenizer.train_from_iterator([prose(i, 500) for i in range(6)], trainer)
-    plain, known = tokenizer.to_str(), [tokenizer.id_to_token(i) for i in (20, 30)]
+    plain = tokenizer.to_str()
+    known = [tokenizer.id_to_token(i) for i in (20, 30)]
     for trial in range(8):
-        tokenizer, folder = tokenizers.Tokenizer.from_str(plain), tmp_path / str(trial)
+        tokenizer = tokenizers.Tokenizer.from_str(plain)
+        folder = tmp_path / str(trial)
         options = ["special", "single_word", "lstrip", "rstrip", "normalized"]
         chosen = [{name: rng.random() < 0.4 for name in options} for _ in ADDED]
         tokenizer.add_tokens([tokenizers.AddedToken(text, **each) for text, each in zip(ADDED, chosen, strict=True)])
@@ -233,7 +248,8 @@ def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tm
         config |= {"additional_special_tokens": known[:1]} if trial % 2 else {}
         config |= {"added_tokens_decoder": {"0": {"content": "foo", "special": True}}} if trial % 3 == 0 else {}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), get_tokenizer(folder)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        ours = get_tokenizer(folder)
         spelled = {tokenizer.token_to_id(token) for token in special[1:]}
         pieces = {tokenizer.token_to_id(token) for token in known} | spelled
         for _ in range(60):
@@ -250,10 +266,7 @@ def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tm
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers(name, special, tmp_path):
     token = "<|end_of_text|>" if name == "llama3" else "<|endoftext|>"
-    ranks = {bytes([i]): i for i in range(256)}
-    pattern = PATTERNS.get(name, LLAMA3_PATTERN)
-    ours = Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={token: 256}))
-    for file, content in ours.hf_files().items():
+    for file, content in small_encoding(name, token).hf_files().items():
         (tmp_path / file).write_bytes(content)
     (tmp_path / "config.json").write_text(json.dumps({"nanocria_tokenizer": name, "bos_token_id": None}))
     assert get_tokenizer(tmp_path).name == published_name(tmp_path, name) == name
@@ -274,7 +287,8 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     assert get_tokenizer(tmp_path / "hf").eos_token == "<|im_end|>"
     write_hf_folder(tmp_path / "old", bos_token="<s>")
     (tmp_path / "old/special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": null}')
-    tokenizer, theirs = get_tokenizer(tmp_path / "old"), transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
+    tokenizer = get_tokenizer(tmp_path / "old")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
     assert tokenizer.eos_token == theirs.eos_token == "<|endoftext|>" and tokenizer.bos_token == "<s>"
 
 
@@ -331,9 +345,7 @@ def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
     elif published == "gpt2":
         name = tmp_path / "hf"
         name.mkdir()
-        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
-        encoding = tiktoken.Encoding("gpt2", pat_str=PATTERNS["gpt2"], mergeable_ranks=ranks, special_tokens=special)
-        for file, content in Tiktoken(encoding).hf_files().items():
+        for file, content in small_encoding("gpt2").hf_files().items():
             (name / file).write_bytes(content)
     else:
         name = tmp_path / "hf"
@@ -356,7 +368,8 @@ def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
 
 def test_a_dataset_keeps_its_tokenizer_and_reports_damaged_files(tmp_path):
     write_hf_folder(tmp_path / "hf", bos="<s>")
-    texts, data = [f"text {i} é" for i in range(30)], tmp_path / "data"
+    texts = [f"text {i} é" for i in range(30)]
+    data = tmp_path / "data"
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     meta = text_prepare([tmp_path / "in.jsonl"], data, tokenizer=str(tmp_path / "hf"), workers=2)
     expected = get_tokenizer(tmp_path / "hf")
@@ -505,7 +518,8 @@ def test_llama3_is_known_by_its_vocabulary_and_with_additions_it_is_another(adde
         others = [token for token in content["added_tokens"] if token["id"] != added["id"]]
         content["added_tokens"] = sorted([*others, options | added], key=lambda token: token["id"])
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    ours, theirs = get_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = get_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (ours.name == "llama3") == (published_name(tmp_path) == "llama3") == (not added)
     text = "<think>It's 12345</think> <|eot_id|>"
     assert theirs(text, split_special_tokens=True).input_ids == [128000, *ours.encode(text)]
