@@ -327,7 +327,8 @@ def render(
     # transformers always defines these: templates compare them with none.
     given = {"documents": None} | (variables or {}) | {"tools": tools or None}
     given["messages"] = [as_read(message, names) for message in messages]
-    variables = tokenizer.named_tokens | broken(given, tokenizer) | {"add_generation_prompt": add_generation_prompt}
+    given = {name: broken(value, tokenizer) for name, value in given.items()}
+    variables = tokenizer.named_tokens | given | {"add_generation_prompt": add_generation_prompt}
     try:
         text = template.render(variables)
     except Exception as error:  # a third-party program may raise anything
