@@ -153,7 +153,8 @@ class Group:
 
     def __init__(self, name: str, parameters: list[Named], run: RunShape):
         trained = [each for each in parameters if each[1].requires_grad]
-        self.name, self.n = name, sum(p.numel() for _, p, _ in parameters)
+        self.name = name
+        self.n = sum(p.numel() for _, p, _ in parameters)
         self.weights = sum(p.nbytes for _, p, _ in parameters)  # as the projections store them
         self.gradients = sum(p.nbytes for _, p, _ in trained)
         self.wide = sum(4 * p.numel() for _, p, _ in trained)  # gradients in float32
@@ -162,12 +163,16 @@ class Group:
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:
     """[Part] that sums the bytes of this kind in (times, group), ..., divided by ranks; [] if there are none."""
-    terms = [(times, group) for times, group in terms if times * getattr(group, kind)]
-    shared = f" / {ranks} ranks" * (ranks > 1)
-    words = [f"{f'{times} x ' * (times > 1)}{getattr(group, kind) / group.n:g} bytes x {group.n:,} {group.name}{shared}"
-             for times, group in terms]  # fmt: skip
-    n_bytes = sum(times * getattr(group, kind) for times, group in terms) / ranks
-    return [Part(name, n_bytes, " + ".join(words))] if terms else []
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    n_bytes = 0
+    words = []
+    for times, group in terms:
+        of_group = getattr(group, kind)
+        if times * of_group:
+            n_bytes += times * of_group
+            factor = f"{times} x " if times > 1 else ""
+            words.append(f"{factor}{of_group / group.n:g} bytes x {group.n:,} {group.name}{shared}")
+    return [Part(name, n_bytes / ranks, " + ".join(words))] if words else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,22 +191,27 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     chunks: number of slices of the MLP.
     """
     itemsize = run.compute_dtype.itemsize
-    x, gate = itemsize * c.n_embd, itemsize * c.ffn_dim  # per token: the residual stream, and the MLP's gate
+    x = itemsize * c.n_embd  # per token: the residual stream
+    gate = itemsize * c.ffn_dim
     kv = itemsize * c.n_kv_head * c.head_dim
     if itemsize == 4 and not runs_triton(c, run):
         kv = x  # in float32 PyTorch's attention expands k and v to all query heads
     attention = 2 * x + 2 * kv  # q and the output, k and v
-    if run.plain_blocks:  # in float32: x, and x·rstd if the weight is trained; gate, up and silu(gate)
-        norm, mlp = x + (4 if run.lora_rank else 8) * c.n_embd, gate + 12 * c.ffn_dim
+    norm = x  # the sum that a norm reads
+    if run.plain_blocks:
+        norm += (4 if run.lora_rank else 8) * c.n_embd  # in float32: x, and x·rstd if the weight is trained
+        mlp = gate + 12 * c.ffn_dim  # in float32: gate, up and silu(gate)
         working = x - gate + 12 * c.ffn_dim  # the product is free by then
     elif chunks > 1:  # keeps nothing of the MLP; working: dy and the gradient of the norm's output; a slice is extra
-        norm, mlp, working = x, 0, 2 * x
-    else:  # the sum that a norm reads; gate and up
-        norm, mlp = x, 2 * gate
+        mlp = 0
+        working = 2 * x
+    else:
+        mlp = 2 * gate  # gate and up
         working = x + gate  # dy; the product, in its gradient's memory; gate's and up's gradients overwrite gate and up
-        working += run.fp8 * (x if run.lora_rank else 2 * c.ffn_dim)  # rounded; with adapters in the product's memory
-    everything, selective = 2 * norm + attention + mlp, norm + attention + x
-    kept = {"none": everything, "selective": selective, "full": x}[run.activation_checkpointing]
+        if run.fp8:
+            working += x if run.lora_rank else 2 * c.ffn_dim  # rounded; with adapters in the product's memory
+    everything = 2 * norm + attention + mlp
+    kept = {"none": everything, "selective": norm + attention + x, "full": x}[run.activation_checkpointing]
     return kept, everything + working
 
 
@@ -209,20 +219,25 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
     """Memory of the final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
     itemsize = run.compute_dtype.itemsize
     options = run.how.loss_options(n_tokens, c.vocab_size, run.compute_dtype)
-    whole_logits = run.kernels != "all"
-    chunk = n_tokens if whole_logits else min(options["chunk_tokens"], n_tokens)
-    logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # none with LoRA
-    if whole_logits:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
-        sizes = 10 * logits, 12 * logits
-    elif chunk == n_tokens and run.dtype != "float16":  # backward computes the head's gradient from the logits
-        sizes = itemsize * logits, itemsize * (logits + head)
-    elif options["fp32_dweight"]:  # the gradient is summed over the chunks, then rounded
-        sizes = itemsize * logits + 4 * head, (4 + itemsize) * head
+    head = 0 if run.lora_rank else c.vocab_size * c.n_embd  # its gradient
+    if (
+        run.kernels != "all"
+    ):  # whole logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
+        chunk = n_tokens
+        sizes = 10 * chunk * c.vocab_size, 12 * chunk * c.vocab_size
+        how = f"logits of {chunk:,} tokens"
     else:
-        sizes = itemsize * (logits + head), itemsize * head
+        chunk = min(options["chunk_tokens"], n_tokens)
+        logits = chunk * c.vocab_size
+        how = f"logits of {chunk:,} tokens, head's gradient"
+        if chunk == n_tokens and run.dtype != "float16":  # backward computes the head's gradient from the logits
+            sizes = itemsize * logits, itemsize * (logits + head)
+        elif options["fp32_dweight"]:  # the gradient is summed over the chunks, then rounded
+            sizes = itemsize * logits + 4 * head, (4 + itemsize) * head
+        else:
+            sizes = itemsize * (logits + head), itemsize * head
     # the final norm's output, and what the norm keeps for backward
     normed = (itemsize + 8 if run.plain_blocks else 2 * itemsize) * n_tokens * c.n_embd
-    how = f"logits of {chunk:,} tokens" + ("" if whole_logits else ", head's gradient")
     return tuple(Part("loss head", size + normed, how) for size in sizes)
 
 
@@ -234,11 +249,15 @@ class Step:
     """What a rank holds at each point of a step."""
 
     def __init__(self, c: LlamaConfig, run: RunShape):
-        self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
+        self.c = c
+        self.run = run
+        self.itemsize = run.compute_dtype.itemsize
         block, root = param_shapes(c, run)
         self.parameters = block * c.n_layer + root
-        self.all, self.block = Group("parameters", self.parameters, run), Group("of a block", block, run)
-        self.root, self.embedding = Group("of the root", root, run), Group("of the embedding", root[:1], run)
+        self.all = Group("parameters", self.parameters, run)
+        self.block = Group("of a block", block, run)
+        self.root = Group("of the root", root, run)
+        self.embedding = Group("of the embedding", root[:1], run)
         self.head = Group("of norm and head", [] if c.tie_embeddings else root[1:], run)  # if untied
         self.for_loss = self.root if c.tie_embeddings else self.head  # the weights that the loss needs
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
@@ -252,7 +271,8 @@ class Step:
         self.kept, self.in_block = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
-        run, ranks = self.run, self.run.shard_ranks
+        run = self.run
+        ranks = run.shard_ranks
         workspaces = 2**26 * (1 + run.cuda_graph)  # on Hopper; a graph is recorded on a separate stream
         found = [Part("cuBLAS workspaces", workspaces, "32 MiB each for forward and backward")]
         if run.offload != "all":
@@ -263,8 +283,10 @@ class Step:
             ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # frozen weights are not reduced
             blocks = 5 if run.copy_engines_reduce else 3
             found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
-        if self.unsynced or (run.micro_steps > 1 and run.offload == "none"):  # unsynced: whole on every rank
-            found += counted("gradient accumulators", "wide", (1, self.all), ranks=1 if self.unsynced else ranks)
+        if self.unsynced:  # whole on every rank
+            found += counted("gradient accumulators", "wide", (1, self.all))
+        elif run.micro_steps > 1 and run.offload == "none":
+            found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
         return found
 
     def masters_and_states(self) -> list[Part]:
@@ -280,7 +302,8 @@ class Step:
         ahead: number of blocks whose backward has not ended. gathered: number of blocks whose whole weights are held,
         and number of copies of the whole weights that the loss needs.
         """
-        found, (blocks, times) = self.always(), gathered
+        found = self.always()
+        blocks, times = gathered
         if self.run.fsdp:
             found += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
         elif self.run.offload == "all":
@@ -293,18 +316,19 @@ class Step:
         """Gradients of an untied head and of so many `blocks`, whose backward has ended, and of so many `embeddings`:
         tensors as large as the embedding, not sharded.
         """
-        run, ranks = self.run, self.run.shard_ranks
-        head, ended = (1, self.head), (blocks, self.block)
+        run = self.run
+        head = (1, self.head)
+        ended = (blocks, self.block)
         found = counted("gradients", "gradients", (embeddings, self.embedding))
         if self.unsynced:  # the others are in the accumulators
             return found
         if run.offload == "none":
-            found += counted("gradients", "gradients", head, ended, ranks=ranks)
+            found += counted("gradients", "gradients", head, ended, ranks=run.shard_ranks)
         elif run.offload == "optimizer" or not run.fsdp:  # copied out while the next group's are computed
             latest = (1, self.block) if blocks else head
-            found += counted("gradients being offloaded", "gradients", latest, ranks=ranks)
+            found += counted("gradients being offloaded", "gradients", latest, ranks=run.shard_ranks)
         if run.fsdp and run.sharding == "hybrid" and self.itemsize < 4:  # FSDP's _all_reduce_state
-            found += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=ranks)
+            found += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=run.shard_ranks)
         return found
 
     def being_reduced(self, group: Group) -> list[Part]:
@@ -323,13 +347,15 @@ class Step:
 
     def block_in_backward(self) -> list[Part]:
         """What a block's backward takes beyond the saved activations."""
-        c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
+        c = self.c
+        block = self.block
+        tokens = self.group_tokens
+        beyond = self.in_block - self.kept
         # with few tokens, the block's own gradients are larger
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
-        if (
-            self.run.lora_rank and not self.run.plain_blocks
-        ):  # a frozen weight read back from NF4, or transposed in float8
-            n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.quantize_base == "nf4" or self.run.fp8)
+        reads_back = self.run.quantize_base == "nf4" or self.run.fp8  # a frozen weight, from NF4, or transposed
+        if self.run.lora_rank and reads_back and not self.run.plain_blocks:
+            n_bytes += 2 * c.ffn_dim * c.n_embd
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks
@@ -348,16 +374,20 @@ class Step:
 
 def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     """What a rank holds at each phase of a step that can be its peak, in order."""
-    step, layers, tied = Step(config, run), config.n_layer, config.tie_embeddings
+    step = Step(config, run)
+    layers = config.n_layer
+    tied = config.tie_embeddings
     stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
     root_stays = int(run.fsdp and tied)  # until backward ends: it includes the embedding
     # NCCL gathers into a buffer that FSDP copies from: it is as large as the larger of the last two gathers
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
     in_loss = (stay, 1 + buffer) if step.head.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
-    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; with whole logits
-    # (F.linear) a third tensor holds their sum.
-    first, copies = (step.root, 2 if run.kernels == "all" else 3) if tied else (step.embedding, 1)
+    first = step.embedding  # reduced at the end
+    copies = 1
+    if tied:  # the head's gradient waits for the embedding's; with whole logits (F.linear) a third tensor is their sum
+        first = step.root
+        copies = 2 if run.kernels == "all" else 3
     found = {
         "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
         "backward of the loss": step.at(layers, (stay or buffer, 1), [backward]),

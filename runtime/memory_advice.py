@@ -22,12 +22,16 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
     def fits(batch_size):
         return peak_gib(config, replace(run, batch_size=batch_size)) <= gib
 
-    low, high = 0, 1
+    high = 1
     while fits(high):
-        low, high = high, 2 * high
+        high *= 2
+    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     # A larger batch may run in smaller groups: 3 and 6 sequences of 3,000 tokens of 1B fit into 22 GiB, 4 do not.
     most = low + min(low // 4, MLP_CHUNK // config.block_size) + 8
     return next(n for n in range(most, -1, -1) if n <= low or fits(n))
@@ -48,26 +52,32 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
 
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in CPU memory."""
-    step, found = Step(config, run), []
+    step = Step(config, run)
+    found = []
+    if run.offload_dir:  # the pieces of the state on the drive pass through buffers
+        piece = max(min(PIECE / each[1].numel(), 1) * state_bytes(*each, run) for each in step.parameters)
+        found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
+    elif run.offload != "none":
+        found += step.masters_and_states()
+    if run.offload != "none" and run.micro_steps > 1:
+        found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
     if run.offload != "none":
-        if run.offload_dir:  # the pieces of the state on the drive pass through buffers
-            piece = max(min(PIECE / each[1].numel(), 1) * state_bytes(*each, run) for each in step.parameters)
-            found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
-        else:
-            found += step.masters_and_states()
-        if run.micro_steps > 1:
-            found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
-        kinds = [("gradients", "gradients"), ("compute weights", "weights")]
-        for name, kind in kinds[: 1 + (run.offload == "all")]:
-            (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
-            if run.offload == "all" and run.fsdp:  # FSDP pins them itself
-                tensors = [p for _, p, _ in step.parameters if p.requires_grad or kind == "weights"]
-                n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in tensors)
-                part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
-            found.append(part)
+        found += offloaded(step, "gradients", "gradients")
+    if run.offload == "all":
+        found += offloaded(step, "compute weights", "weights")
     if run.offload_activations:
         found += step.saved(config.n_layer - 1)
     return found
+
+
+def offloaded(step: Step, name: str, kind: str) -> list[Part]:
+    """The weights or gradients in CPU memory. FSDP with offload='all' pins each tensor itself."""
+    run = step.run
+    (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
+    if run.offload == "optimizer" or not run.fsdp:
+        return [part]
+    sizes = [p.nbytes / run.shard_ranks for _, p, _ in step.parameters if p.requires_grad or kind == "weights"]
+    return [Part(name, sum(map(pinned, sizes)), f"{part.how}, each tensor rounded up to a power of two")]
 
 
 def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
@@ -147,7 +157,8 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
 
     Each gets the cheapest value that saves at least two thirds of what the setting's strongest value saves.
     """
-    now, found = peak_gib(config, run), []
+    now = peak_gib(config, run)
+    found = []
     for values in choices(config, run):
         gibs = [peak_gib(config, changed(run, settings)) for settings in values]
         if min(gibs) < now:
@@ -160,17 +171,19 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
 def out_of_memory_message(config: LlamaConfig, run: RunShape, device: str) -> str:
     """What takes most memory in a run that ran out of it, and which settings would lower it."""
     gib = card_gib(device)
-    now, (phase, found) = peak_gib(config, run), parts(config, run)
+    now = peak_gib(config, run)
+    phase, found = parts(config, run)
     largest = sorted(found, key=lambda part: -part.bytes)[:3]
+    of_card = f", the card has {gib:.1f}" if gib else ""
     lines = [
-        f"out of memory: this run takes about {now:.1f} GiB" + (f", the card has {gib:.1f}" if gib else ""),
+        f"out of memory: this run takes about {now:.1f} GiB{of_card}",
         f"most of it ({phase}): " + ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest),
     ]
     helpful = advice(config, run)
-    if not helpful:
-        return "\n".join([*lines, "no setting would lower it: use more GPUs, a shorter block_size or a smaller model"])
-    width = max(len(flags) for flags, _ in helpful)
-    lines.append("what would lower it most, each alone:")
-    return "\n".join(
-        lines + [f"  {flags:<{width}}  about {then:.1f} GiB instead of {now:.1f}" for flags, then in helpful]
-    )
+    if helpful:
+        lines.append("what would lower it most, each alone:")
+        width = max(len(flags) for flags, _ in helpful)
+        lines += [f"  {flags:<{width}}  about {then:.1f} GiB instead of {now:.1f}" for flags, then in helpful]
+    else:
+        lines.append("no setting would lower it: use more GPUs, a shorter block_size or a smaller model")
+    return "\n".join(lines)

@@ -60,8 +60,9 @@ def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
     n_bytes *= local_world_size
     missing = all_reduce_max([n_bytes - cpu_available()])[0]
     if missing > 0:
-        needed, free = n_bytes / 2**30, (n_bytes - missing) / 2**30
-        stop(f"{what} {needed:.1f} GiB of CPU memory, but only {free:.1f} GiB are available: {fix}")
+        needed = n_bytes / 2**30
+        available = needed - missing / 2**30
+        stop(f"{what} {needed:.1f} GiB of CPU memory, but only {available:.1f} GiB are available: {fix}")
 
 
 def card_gib(device: str) -> float | None:
@@ -76,18 +77,13 @@ def used_gib(device: str) -> float:
     return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
-# The rest uses private functions of PyTorch. A version without them also trains, but fragments or records less.
-WITHOUT = AttributeError, TypeError, RuntimeError
-
-
 def let_segments_grow() -> None:
     """Use expandable segments in PyTorch's allocator: fixed ones too small for the next tensor would stay empty.
 
     A user's own PYTORCH_ALLOC_CONF takes precedence.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        with contextlib.suppress(*WITHOUT):
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def record_history() -> None:
@@ -96,19 +92,16 @@ def record_history() -> None:
     Records Python frames only, and no frees: 2 us each. Keeps the last 100,000, several KB each when written.
     """
     if torch.cuda.is_available():
-        with contextlib.suppress(*WITHOUT):
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 def stop_history() -> None:
     if torch.cuda.is_available():
-        with contextlib.suppress(*WITHOUT):
-            torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def dump(path) -> None:
+def dump(path: str | Path) -> None:
     """Write the history since record_history(), for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
         Path(path).unlink(missing_ok=True)  # it may be a link
-        with contextlib.suppress(AttributeError, TypeError):
-            torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))

@@ -8,7 +8,6 @@ import torch
 from kernels.fp8_linear import use_fp8
 from kernels.launch import saved_is_ours
 from model import Llama, LlamaConfig
-from runtime import memory_stats
 from tests.runs import LONGER, ROOT, finish, losses, run_ranks, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -63,15 +62,3 @@ def test_without_fp8_s_matmul_the_setting_is_refused(monkeypatch):
         model = Llama(LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=16, block_size=8))
     with pytest.raises(ValueError, match=r"has no torch._scaled_mm, which fp8 needs: --fp8=false"):
         use_fp8(model, "cuda:0")
-
-
-def test_without_the_allocators_private_functions_a_run_reports_less_and_continues(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.delattr(torch.cuda.memory, name)
-    memory_stats.let_segments_grow()
-    memory_stats.record_history()
-    memory_stats.stop_history()
-    memory_stats.dump(tmp_path / "snapshot.pickle")
-    assert not list(tmp_path.iterdir())
