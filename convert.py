@@ -7,26 +7,32 @@
 
 Adapters are merged into the published weights, even if trained with --fp8. Adapters on an NF4 base are merged into the
 dequantized weights that they were trained on or, with --merge original, into the published ones, without NF4's error.
-You do not need convert.py to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
+You do not need convert.py to use a run: a checkpoint is such a folder, and train.py and sample.py read Hugging Face's.
+Meta's files are read here alone.
 """
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
+from data.files import refuse_lfs_pointer
+from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
-from runtime import run_folder
-from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder, write_folder
+from model import Llama, LlamaConfig
+from runtime import hf_config
+from runtime.checkpoint import Folder, is_meta, load_model, open_folder, read_json, read_newest
 from runtime.hf_config import model_type, read_config
-from runtime.hf_names import hf_rows
-from runtime.restore import documents
+from runtime.hf_names import Rows, hf_rows, unwrapped_names
+from runtime.resume import hf_files
+from runtime.save import commit, write_folder
 
 
 def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> str | None:
@@ -36,28 +42,158 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> s
     read, ValueError if `folder` cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
-    opened = open_folder(source)
-    tokenizer = read_config(opened)[1]
+    opened, meta_weights = read_meta(source) if is_meta(source) else (open_folder(source), None)
+    settings, tokenizer = read_config(opened)
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
     if os.path.lexists(partial):  # it may be the user's
         raise ValueError(f"{partial} already exists: remove it, or name another folder")
     try:
         partial.mkdir(parents=True)  # fails before the weights are read
-        quantize_base = "none" if merge == "original" else None
-        model = load_model(source, "cpu", getattr(torch, dtype), quantize_base=quantize_base)
-        merge_lora(model)
-        rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
+        if meta_weights is not None:
+            config = LlamaConfig(**settings)
+            rows = rows_of_meta(meta_weights, config, getattr(torch, dtype), source)
+        else:
+            quantize_base = "none" if merge == "original" else None
+            model = load_model(source, "cpu", getattr(torch, dtype), quantize_base=quantize_base)
+            merge_lora(model)
+            config = model.config
+            rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, config)]
         dataset = (opened.run or {}).get("dataset", {})
-        others = documents(opened, model.config, tokenizer, dtype, dataset)
+        others = hf_files(opened, config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
         write_folder(partial, {"model": rows}, others, run)
-        run_folder.commit(partial, folder)
+        commit(partial, folder)
         return opened.adapter and opened.adapter["base_model_name_or_path"]
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is not written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Meta's own files, params.json and consolidated.00.pth
+
+META_FILE = "consolidated.00.pth"
+META_NAMES = {  # Meta's name -> Hugging Face's
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+META_SETTINGS = {  # name in config.json -> name in params.json
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "hidden_size": "dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+}
+# eos: the end of a document, and two ends of a turn in a dialogue.
+META_SPECIAL_TOKENS = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
+
+
+def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
+    """What config.json would contain, and the weights by Hugging Face's names, memory-mapped: read only when used.
+
+    The width of the MLP and whether the head is tied are inferred from the weights.
+    """
+    weights = load_pth(path)
+    params = read_json(path / "params.json")
+    kinds = {name: hf_config.kind(ours) for ours, name in hf_config.NAMES.items()} | {"rope_theta": float}
+    config = {
+        name: hf_config.setting(path / "params.json", params, theirs, kinds[name])
+        for name, theirs in META_SETTINGS.items()
+    }
+    if config["vocab_size"] != LLAMA3_VOCAB:
+        found = config["vocab_size"]
+        raise ValueError(f"{path / 'params.json'} says vocab_size {found}: Llama 3's is {LLAMA3_VOCAB}")
+    head = weights.get("lm_head.weight")
+    embedding = weights.get("model.embed_tokens.weight")
+    gate = weights.get("model.layers.0.mlp.gate_proj.weight")
+    tied = head is None or (embedding is not None and torch.equal(head, embedding))
+    if tied:
+        weights.pop("lm_head.weight", None)
+    stretched = hf_config.setting(path / "params.json", params, "use_scaled_rope", bool, None)
+    # The file does not contain the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
+    scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    config |= META_SPECIAL_TOKENS | {
+        "model_type": "llama", "tie_word_embeddings": tied,
+        "intermediate_size": gate.shape[0] if gate is not None and gate.ndim else 0,
+        "rope_scaling": scaling if stretched else None, "max_position_embeddings": 131072 if stretched else 8192,
+    }  # fmt: skip
+    return Folder(path, None, config, {}), weights
+
+
+def rows_of_meta(weights: dict, config: LlamaConfig, dtype: torch.dtype, path: Path) -> list[Rows]:
+    """The rows to write. ValueError if they are not those of a model with this config."""
+    with torch.device("meta"):
+        model = Llama(config).to(dtype)
+    rows = []
+    for name, parameter in model.named_parameters():
+        for row in hf_rows(name, parameter, config):
+            weight = weights.pop(row.name, None)
+            if weight is None or weight.shape != row.shape:
+                found = "none" if weight is None else f"shape {tuple(weight.shape)}"
+                raise ValueError(f"expected {row.name} of shape {row.shape}: {path} has {found}")
+            rows.append(row._replace(tensor=partial(in_hf_order, weight, row.name, config.head_dim, dtype)))
+    if weights:
+        raise ValueError(f"{path} has {len(weights)} tensors that the model does not have: {min(weights)}, ...")
+    return rows
+
+
+def in_hf_order(weight: torch.Tensor, name: str, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Meta's RoPE rotates rows 2i and 2i + 1 of a head of q and k; Hugging Face's and ours rotate i and i + D/2."""
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
+    weight = weight.to(dtype)
+    if not torch.stack(weight.aminmax()).isfinite().all():
+        raise ValueError(f"{name} has numbers that are not finite in {dtype}")
+    return weight
+
+
+def load_pth(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .pth by Hugging Face's names. It is a pickle, read with weights_only: no code is executed."""
+    path = folder / META_FILE
+    n_files = len(list(folder.glob("consolidated.*.pth")))
+    if n_files > 1:
+        raise ValueError(f"{folder} holds a model in {n_files} parts: only a single {META_FILE} is supported")
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or not a regular file")
+    with open(path, "rb") as file:
+        refuse_lfs_pointer(file.read(100), path)
+    try:
+        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a hostile file may raise anything
+        raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in weights.values()):
+        raise ValueError(f"{path} does not hold tensors by name")
+    names = unwrapped_names(weights, path)
+    return {meta_to_hf(inner): weights[name] for inner, name in names.items() if inner != "rope.freqs"}
+
+
+def meta_to_hf(name: str) -> str:
+    """layers.3.feed_forward.w3.weight -> model.layers.3.mlp.up_proj.weight. Names that Llama 3 lacks stay Meta's."""
+    layer, rest = re.match(r"(layers\.\d+\.)?(.*)", name).groups("")
+    if rest not in META_NAMES:
+        return f"{META_FILE}: {name}"
+    return f"model.{layer}{META_NAMES[rest]}" if layer else META_NAMES[rest]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -79,7 +215,7 @@ def main() -> None:
         print(f"{path}{merged} in {args.dtype}: {reader}")
 
     try:
-        run_folder.read_newest(args.source, write)
+        read_newest(args.source, write)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@
     python sample.py --out_dir=Llama-3.2-1B --evaluate=hellaswag_val.jsonl
 
 out_dir is a run's folder (the newest checkpoint is loaded), one checkpoint such as out/baby_llama/step_000800, or a
-folder of published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
+folder of published weights: Hugging Face's config.json and .safetensors.
 runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 """
 
@@ -25,9 +25,7 @@ from data.chat.template import encode_prompt
 from data.rows import is_jsonl
 from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
-from runtime import run_folder
-from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import Folder, open_folder
+from runtime.checkpoint import Folder, load_model, open_folder, read_newest
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import PrefixCache, begin_document, generate_text
@@ -174,7 +172,7 @@ def converse(messages: list[dict]) -> None:
 
 
 try:
-    folder = run_folder.read_newest(Path(out_dir), open_folder)
+    folder = read_newest(Path(out_dir), open_folder)
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:

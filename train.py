@@ -23,16 +23,16 @@ from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
 from optimizers import OnCPU, OnDevice, OnDisk, Optimizer, rule_of
-from runtime import distributed, run_folder
+from runtime import distributed
 from runtime.check_settings import check_settings
-from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.device import CUDAGraph, Profiler, pick_device, pick_dtype, send_to_device
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
-from runtime.restore import check_start, find_start, model_settings, restore
+from runtime.resume import check_start, claim, find_start, model_settings, restore
 from runtime.run_log import RunLog
+from runtime.save import Saver
 from runtime.state_file import open_state_file
 from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
 from runtime.stream_weights import StreamedWeights
@@ -127,7 +127,7 @@ sys.excepthook = make_excepthook(
     lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, device)
 )
 distributed.require_same_on_all_ranks(settings)
-lock_file = run_folder.claim(out_dir)
+lock_file = claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 from_weights = model_settings(start, init_from, named)  # n_layer and others that no config file or flag names
 globals().update(from_weights)

@@ -29,8 +29,7 @@ from model import Llama
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
 from runtime.memory_advice import disk_bytes
-from runtime.safetensors_file import as_bytes
-from runtime.state_file import open_state_file, page_aligned
+from runtime.state_file import as_bytes, open_state_file, page_aligned
 
 # settings
 offload_dir = ""  # a folder on the drive

@@ -24,7 +24,7 @@ import torch
 from benchmarks import runner, settings
 from benchmarks.records import Record
 from benchmarks.trainers import TRAINERS
-from runtime import run_folder
+from runtime.checkpoint import newest
 
 # settings
 measure = "scaling,8b,saves"  # what to measure; also: memory, optimizers
@@ -92,7 +92,7 @@ def measure_checkpoint(kind: str, n: int) -> dict:
             if "steps" not in runs[name]:
                 return row | runs[name]
             if keep_last:
-                files = run_folder.newest(str(out_dir)).iterdir()
+                files = newest(str(out_dir)).iterdir()
                 row["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
         if kind == "saves":
             row["seconds_without"] = wall_seconds(Path(folder, "without"), steps)

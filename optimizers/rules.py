@@ -1,4 +1,4 @@
-"""The rule that train.py's settings name. Settings that change its states go in runtime/restore.py's STATE_SETTINGS."""
+"""The rule that train.py's settings name. Settings that change its states go in runtime/resume.py's STATE_SETTINGS."""
 
 from collections.abc import Mapping
 

@@ -1,217 +1,399 @@
-"""Checkpoints of a run, out/step_000250: saved in the background, and read into an optimizer or a model.
+"""A checkpoint is a Hugging Face folder; here checkpoints, and folders that others published, are read.
 
-checkpoint_folder.py defines what a folder contains, run_folder.py how it gets its name.
+    model = load_model("out/mine")                   # the whole model on one device: for sample.py, for a notebook
+    folder = open_folder(path)                       # what a folder holds, the same on all ranks; reads nothing large
+    read_weights(folder, parameters, config, put)    # this rank's rows of each weight, and of the optimizer's states
+
+    config.json, tokenizer files                 in Hugging Face's format
+    model.safetensors                            the weights in the compute dtype, under Hugging Face's names
+    model.safetensors.index.json                 which file holds which tensor: above 5 GB there are several files
+    optimizer.safetensors, and its index         masters' lower halves, moments, whatever the update rule defines
+    run.json                                     step, settings, ...; a SHA-256 of each file, and of itself
+
+A run that trains adapters writes peft's adapter_model.safetensors and adapter_config.json instead of model.safetensors,
+and base_config.json instead of config.json. The base weights stay where they are: adapter_config.json has their path,
+base_config.json their fingerprint.
+
+The safetensors package maps a file into memory and hands out the rows that are asked for, so no rank ever holds a whole
+file. Nothing is unpickled: reading a folder executes no code from it.
+
+Before a checkpoint's weights are read, the ranks share its files and compare the SHA-256 of each. A published folder
+has no run.json, so only its format is checked. save.py writes checkpoints.
 """
 
-import concurrent.futures
 import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from data.files import LFS_ADVICE, is_lfs_pointer, read_small
+from data.meta import check_meta
+from data.tokenizer import FILES, MODEL_FILES, published_name
 from kernels import LoRALinear
-from kernels.adamw import merge_halves, split_halves
-from kernels.pinned_memory import pinned_empty
+from kernels.adamw import merge_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
-from runtime import memory_stats, run_folder
-from runtime.checkpoint_folder import Folder, check_sizes, fingerprint, open_folder, read_into, write_folder
-from runtime.distributed import (
-    all_reduce_max,
-    from_rank_0,
-    local,
-    local_world_size,
-    print0,
-    say,
-    shard_like,
-    worker_thread,
+from runtime.distributed import from_rank_0, group_rank, group_size, local, local_world_size, on_all_ranks
+from runtime.hf_config import ADAPTED, add_missing, read_config
+from runtime.hf_names import Rows, hf_names, hf_rows, unwrapped_names
+
+SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
+TOKENIZER_FILES = (*FILES, *MODEL_FILES)  # copied from the folder that a run began with
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TENSOR_FILE = re.compile(r"[\w.-]{1,80}\.safetensors")  # what an index may name: no file in another folder
+DIGEST = re.compile(r"\d{1,15} [0-9a-f]{64}")
+CHUNK_BYTES = 2**22  # read and hashed at a time
+THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))  # to hash files: SHA-256 takes 0.6 s per GB
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ONLY_SAFETENSORS = (
+    "only whole models in .safetensors are read: save pickled weights with transformers, merge adapters with peft, "
+    "convert Meta's files with convert.py, and take the weights that a GGUF file was made from"
 )
-from runtime.hf_config import read_config
-from runtime.hf_names import Rows, hf_names, hf_rows
-from runtime.safetensors_file import Damaged
 
-PAUSES = "training will pause while a checkpoint is written"
+
+class Damaged(ValueError):
+    """A file is not what was saved, or violates its format."""
+
+
+class TensorInfo(NamedTuple):
+    file: str
+    name: str  # in the file: it may have the prefix of a module that wrapped the model
+    shape: tuple[int, ...]
+
+
+class Folder(NamedTuple):
+    """What a folder holds, the same on all ranks."""
+
+    path: Path
+    run: dict | None  # run.json; None in a published folder
+    config: dict  # config.json, or for adapters base_config.json
+    tensors: dict[str, TensorInfo]  # by name
+    adapter: dict | None = None  # adapter_config.json, if the tensors of "model" are adapters
+
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Save
+# Which folder
 
 
-class Saver:
-    """Writes checkpoints in the background, while training continues.
+def is_model(folder: str | Path) -> bool:
+    """True if a folder is a checkpoint or holds published weights."""
+    # os.path: pathlib raises for a name that is too long
+    return any(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "params.json", ADAPTED))
 
-        saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save)
-        saver.wait_for_copy()                  # before each update: the GPU waits for the copy, the CPU does not
-        said = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
-        saver.report(step)                     # after each step: prints once when a background save has finished
-        saver.finish(step)                     # waits for the save and prints
 
-    The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
-    then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
-    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. documents: the folder's
-    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
-    that a rank waits for the others to write one file.
+def is_meta(folder: Path) -> bool:
+    """True if a folder holds weights in Meta's own format, which only convert.py reads."""
+    return os.path.exists(folder / "params.json") and not os.path.exists(folder / "config.json")
+
+
+def checkpoints(out_dir: str | Path) -> list[Path]:
+    """The complete checkpoints of out_dir, oldest first."""
+    paths = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
+
+
+def newest(out_dir: str | Path) -> Path | None:
+    """The complete checkpoint with the highest step in out_dir, as this rank sees it."""
+    return next(reversed(checkpoints(out_dir)), None)
+
+
+def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
+    """Return read(path) for the newest checkpoint of a run, or for `run` itself if it is a checkpoint or published.
+
+    Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
+    during the read.
     """
-
-    def __init__(
-        self,
-        out_dir: str,
-        optimizer,
-        config: LlamaConfig,
-        documents: dict[str, bytes],
-        keep_last: int,
-        async_save: bool = True,
-        reserved: float = 0,
-        timeout: float = 600.0,
-    ):
-        self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
-        self.config, self.documents = config, documents
-        # A separate group: the writing thread's collectives must not mix with the main thread's.
-        self.group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if dist.is_initialized() else None
-        )
-        self.thread = worker_thread()
-        self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: the main thread's
-        self.error: str | None = None  # why the last checkpoint was not written
-        self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
-        n_bytes = sum(local(x).nbytes for x in tensors.values())
-        # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
-        missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
-        self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
-        if async_save and optimizer.place.async_save and keep_last:
-            if missing <= 0:
-                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
-            else:
-                print0(f"{PAUSES}: {self.needed}, but less is free", file=sys.stderr)
-
-    def _copies(self, tensors):
+    for _ in range(5):
+        path = run if is_model(run) else newest(run)
+        if path is None:
+            if not run.is_dir():
+                raise ValueError(f"{run} is not a folder: train a model first, or name another")
+            similar = next((f", such as {each}" for each in sorted(run.glob("*")) if newest(each)), "")
+            raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder{similar}")
         try:
-            return {key: _pinned_like(x) for key, x in tensors.items()}
-        except (OSError, RuntimeError) as error:
-            say(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
-            return None
-
-    def save(self, step: int, run: dict, wait: bool) -> str:
-        """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""
-        if not self.keep_last:
-            return "nothing saved"
-        self.finish(step)
-        began = time.perf_counter()
-        run = {"step": step, **self.optimizer.counters(step), **run}
-        copies = self.copies.result() if self.copies else None
-        if copies is not None:
-            self.copied = self._copy(copies)
-        self.future = self.thread.submit(self._write, copies or self.optimizer.tensors(), self.copied, step, run)
-        if copies is None:
-            concurrent.futures.wait([self.future])
-        self.seconds += time.perf_counter() - began
-        return self.outcome() if wait or self.future.done() else "saving"
-
-    def _copy(self, copies) -> torch.cuda.Event | None:
-        """Copy on a separate stream, while training continues. Returns the event at the end of the copy."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # None: no-op
-            for key, x in self.optimizer.tensors().items():
-                local(copies[key]).copy_(local(x), non_blocking=local(copies[key]).is_pinned())
-        return self.stream and self.stream.record_event()
-
-    def wait_for_copy(self) -> None:
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
-            self.copied = None
-
-    def report(self, step: int) -> None:
-        if self.future is not None and self.future.done():
-            self.finish(step)
-
-    def finish(self, step: int) -> None:
-        if self.future is not None:
-            print0(f"step {step:05d} | {self.outcome()}")
-
-    def outcome(self) -> str:
-        """Wait until the checkpoint is written; return a message saying so, or why not. The same on every rank."""
-        began, future, self.future = time.perf_counter(), self.future, None
-        try:
-            said, self.error = future.result(), None
-            return said
+            return read(path)
         except (OSError, ValueError) as error:
-            self.error = str(error)
-            return f"NOT SAVED: {error}. The newest checkpoint: {run_folder.newest(self.out_dir) or 'none'}"
-        finally:
-            self.seconds += time.perf_counter() - began
-
-    def _write(self, tensors, copied, step, run) -> str:
-        """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last checkpoints."""
-        final = self.out_dir / f"step_{step:06d}"
-        partial = final.with_name(final.name + ".partial")
-        if copied is not None:
-            copied.synchronize()
-        from_rank_0(lambda: run_folder.remove_partial(self.out_dir), self.group)
-        try:
-            rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
-            differing = write_folder(partial, rows, self.documents, run, self.group)
-            from_rank_0(lambda: run_folder.commit(partial, final), self.group)
-        except (OSError, ValueError):
-            from_rank_0(lambda: run_folder.remove_partial(self.out_dir), self.group)
+            if not path.exists():
+                continue
+            older = checkpoints(run)[:-1] if path != run else []
+            if isinstance(error, Damaged) and older:
+                raise Damaged(f"{error}. The checkpoint before it: {older[-1]}") from error
             raise
-        from_rank_0(lambda: run_folder.remove_all_but(self.out_dir, self.keep_last), self.group)
-        if differing:
-            found = f"the copies of the model differ in {len(differing)} tensors, {differing[0]} among them"
-            return f"saved {final}. WARNING: {found}; the first machine's is saved"
-        return f"saved {final}"
-
-
-def _pinned_like(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
-    if not local(x).is_cuda:
-        return torch.empty_like(x, device="cpu")
-    return shard_like(x, pinned_empty(local(x).shape, x.dtype))
-
-
-def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
-    """This rank's rows of Optimizer.tensors(), or of copies of them, by the file they go to.
-
-    A whole master is saved as the weight in the compute dtype plus the bits that bfloat16 lacks, or in float16 plus the
-    master itself. So in bfloat16 a run with whole masters can resume with masters in halves, and vice versa.
-    """
-    model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
-    files = {model: [], "optimizer": []}
-    for (name, state), x in tensors.items():
-        dtype = parameters[name].dtype
-        for rows in hf_rows(name, x, config, state):
-            if state or x.dtype == dtype:
-                files["optimizer" if state else model].append(rows)
-            else:
-                weight, beside = _split_master(rows, dtype)
-                files[model].append(weight)
-                files["optimizer"].append(beside)
-    return files
-
-
-def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
-    if dtype != torch.bfloat16:
-        weight = rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype))
-        return weight, rows._replace(name=f"master.{rows.name}")
-
-    def half(i):
-        halves = torch.empty_like(rows.tensor, dtype=dtype), torch.empty_like(rows.tensor, dtype=torch.int16)
-        split_halves(rows.tensor, *halves)
-        return halves[i]
-
-    lower = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=partial(half, 1))
-    return rows._replace(dtype=dtype, tensor=partial(half, 0)), lower
+    raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Read
+# Files and digests
+
+
+def read_file(path: Path) -> bytes:
+    """Read a small file, on this rank. Damaged if it is missing, huge, a pipe or a git-lfs pointer."""
+    if not path.exists():
+        raise Damaged(f"{path} is missing: copy or fetch the whole folder")
+    try:
+        return read_small(path, SMALL_FILE_BYTES)
+    except ValueError as error:
+        raise Damaged(str(error)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a small file, on this rank; Damaged for anything else."""
+    try:
+        content = json.loads(read_file(path).decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise Damaged(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Damaged(f"{path} holds JSON of type {type(content).__name__}: expected an object")
+    return content
+
+
+def digest(path: Path, begin: int = 0, end: float = float("inf")) -> str:
+    """The end and the SHA-256 of a part of a file, as run.json has them."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end and (chunk := file.read(min(CHUNK_BYTES, end - begin))):
+            sha256.update(chunk)
+            begin += len(chunk)
+    return f"{begin} {sha256.hexdigest()}"
+
+
+def digests_of(folder: Path, files: Iterable[str]) -> dict[str, list[str]]:
+    """The digests of whole files, by name."""
+    with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
+        return dict(threads.map(lambda file: (file, [digest(folder / file)]), files))
+
+
+def digest_of_run(run: dict) -> str:
+    """The SHA-256 of run.json before its last entry, which is this."""
+    return hashlib.sha256(json.dumps(run, indent=2).encode()[:-2]).hexdigest()
+
+
+def read_run(path: Path) -> dict | None:
+    """Read a folder's run.json, on this rank; None if there is none. Damaged if it is not what was saved."""
+    if not (path / "run.json").exists():
+        return None
+    run = read_json(path / "run.json")
+    if run.pop("digest", None) != digest_of_run(run):
+        raise Damaged(f"{path / 'run.json'} is not what was saved")
+    digests = run.get("digests")
+    parts = digests.values() if isinstance(digests, dict) else [None]
+    if not all(isinstance(of_file, list) and all(map(DIGEST.fullmatch, map(str, of_file))) for of_file in parts):
+        raise Damaged(f"{path / 'run.json'} has no digests: expected a list of 'end sha256' for each file")
+    if run.get("dataset"):
+        run["dataset"] = check_meta(run["dataset"], path / "run.json")
+    if "base_dtype" in run.get("settings", {}):  # of an older version
+        run["settings"]["quantize_base"] = run["settings"].pop("base_dtype").replace("bfloat16", "none")
+    return run
+
+
+def verify(path: Path, run: dict | None, files: Iterable[str], i: int = 0, n: int = 1) -> None:
+    """Compare files of a checkpoint with run.json's digests; the i-th of n parts of this work. Damaged if they differ.
+
+    A file has one digest. Older versions wrote one for each 4 MiB, which is why an entry is a list of "end sha256".
+    """
+    parts = []
+    for file in sorted(files) if run else ():
+        begin = 0
+        for expected in run["digests"].get(file, []):
+            parts.append((path / file, begin, expected))
+            begin = int(expected.split()[0])
+        if not (path / file).is_file():
+            raise Damaged(f"{path / file} is missing: copy or fetch the whole folder")
+        if (path / file).stat().st_size != begin:
+            raise Damaged(f"{path / file} has {(path / file).stat().st_size} bytes, but {begin} were saved")
+
+    def check(part):
+        file, begin, expected = part
+        end = int(expected.split()[0])
+        if digest(file, begin, end) != expected:
+            raise Damaged(f"{file} is damaged: its bytes {begin} to {end} are not what was saved")
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(check, parts[i::n]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def open_folder(path: Path, stems: tuple[str, ...] = ("model",)) -> Folder:
+    """Read and check all but the tensors, on rank 0. Every rank must call it. To resume: stems ("model", "optimizer").
+    In a checkpoint of adapters "model" stands for these.
+
+    Raises, on all ranks, Damaged if a file is missing, truncated, not what was saved or malformed; OSError if one
+    cannot be read.
+    """
+    return from_rank_0(lambda: _open_folder(Path(path), stems))
+
+
+def _open_folder(path, stems):
+    if is_meta(path):
+        raise ValueError(f"{path} holds Meta's own files: python convert.py {path} NEW makes a folder that is read")
+    run = read_run(path)
+    adapted = run is not None and ADAPTED in run["digests"]
+    small = {*TOKENIZER_FILES, "config.json", ADAPTED, *(f"{stem}.safetensors.index.json" for stem in stems)}
+    verify(path, run, small & run["digests"].keys() if run else ())  # also what sample.py will read
+    config = read_json(path / (ADAPTED if adapted else "config.json"))
+    adapter = read_json(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
+    if adapted and "base_model_name_or_path" not in adapter:
+        raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
+    add_missing(config, run or {})
+    if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
+        name = published_name(path, config.get("nanocria_tokenizer"))
+        if name is not None:
+            config["nanocria_tokenizer"] = name
+    tensors = {}
+    for stem in stems:
+        single = "adapter_model.safetensors" if adapted and stem == "model" else f"{stem}.safetensors"
+        tensors |= _saved_tensors(path, run, single) if run else _published_tensors(path, single)
+    if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
+        tensors[EMBEDDING] = tensors.pop(HEAD)
+    return Folder(path, run, config, tensors, adapter)
+
+
+def _saved_tensors(path, run, single):
+    """The tensors of a checkpoint in one file, or in several: model-00001-of-00002.safetensors, ..."""
+    pattern = re.compile(single.replace(".", r"(-\d+-of-\d+)?\."))
+    files = [file for file in run["digests"] if pattern.fullmatch(file)]
+    return {name: info for file in files or [single] for name, info in _tensors_in(path, file).items()}
+
+
+def _published_tensors(path, single):
+    """The tensors of one file or, without it, of all files that the index names."""
+    index = path / f"{single}.index.json"
+    if (path / single).exists():
+        _say_unread(path, single)
+        tensors = _tensors_in(path, single)
+    elif index.exists():
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not all(map(TENSOR_FILE.fullmatch, map(str, file_of.values()))):
+            raise Damaged(f"{index} has no weight_map from tensor names to file names")
+        held = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
+        lost = [name for name, file in file_of.items() if name not in held[file]]
+        if lost:
+            raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
+        tensors = {name: held[file][name] for name, file in file_of.items()}
+    else:
+        raise Damaged(f"{path / single} is missing: {ONLY_SAFETENSORS}")
+    return {inner: tensors[name] for inner, name in unwrapped_names(tensors, path).items()}
+
+
+@functools.cache
+def _say_unread(folder, single):
+    """Say, once, which files beside a whole one are not read: like transformers we prefer it to those of an index."""
+    index = folder / f"{single}.index.json"
+    unread = sorted(file.name for file in folder.glob(single.replace(".", "-*.")))
+    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # missing or damaged
+        if set(read_json(index)["weight_map"].values()) != {single}:
+            unread.append(index.name)
+    if unread:
+        print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
+
+
+def _open_tensors(path):
+    if not path.is_file():  # opening a pipe would wait forever
+        problem = "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
+        raise Damaged(f"{path} {problem}")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with open(path, "rb") as file:
+            if is_lfs_pointer(file.read(100)):
+                raise Damaged(f"{path} {LFS_ADVICE}") from error
+        raise Damaged(f"{path} is damaged, or not a safetensors file: {error!s:.200}") from error
+
+
+def _tensors_in(path, file):
+    opened = _open_tensors(path / file)
+    return {name: TensorInfo(file, name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+
+
+def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Where a tensor is. ValueError if the folder has none of this shape."""
+    info = folder.tensors.get(name)
+    if info is None or info.shape != tuple(shape):
+        found = f"shape {info.shape}" if info else "none"
+        raise ValueError(f"expected {name} of shape {tuple(shape)}: {folder.path} has {found}")
+    return info
+
+
+def check_sizes(folder: Folder, settings: dict) -> None:
+    """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
+    take any amount of memory: call it before building one. settings: read_config's.
+    """
+    n_embd = settings["n_embd"]
+    last_layer = f"model.layers.{settings['n_layer'] - 1}"
+    find_tensor(folder, EMBEDDING, (settings["vocab_size"], n_embd))
+    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
+    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
+
+
+class Reader:
+    """Reads rows of a folder's tensors, on this rank. Each file is opened once."""
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+        self.files = {}
+
+    def slice(self, info: TensorInfo):
+        if info.file not in self.files:
+            self.files[info.file] = _open_tensors(self.folder.path / info.file)
+        return self.files[info.file].get_slice(info.name)
+
+    @torch.no_grad()
+    def fill(self, rows: Rows) -> None:
+        """Fill these rows, on any device, rounding at most once.
+
+        Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
+        """
+        path = self.folder.path
+        info = find_tensor(self.folder, rows.name, rows.shape)
+        x = rows.tensor
+        if len(x) == 0:
+            return
+        saved = self.slice(info)[rows.first : rows.first + len(x)]
+        if saved.dtype not in (x.dtype, *(WEIGHT_DTYPES if x.is_floating_point() else ())):
+            raise ValueError(f"{path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
+        # aminmax gives NaN if any element is NaN
+        if self.folder.run is None and not torch.stack(saved.aminmax()).isfinite().all():
+            raise ValueError(f"{path} has numbers in {rows.name} that are not finite")
+        x.copy_(saved)
+
+
+def fingerprint(folder: Folder) -> str:
+    """A digest of each tensor's first row, shape and dtype, which tells one model from another.
+
+    Reads a few megabytes. Every rank must call it. Raises what reading raises.
+    """
+
+    def read():
+        reader = Reader(folder)
+        sha256 = hashlib.sha256()
+        for name, info in sorted(folder.tensors.items()):
+            if info.shape:
+                row = reader.slice(info)[:1].contiguous()
+                sha256.update(f"{name} {row.dtype} {info.shape} ".encode())
+                sha256.update(row.view(torch.uint8).numpy())
+        return sha256.hexdigest()
+
+    return from_rank_0(read)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
 
 
 def read_weights(
@@ -221,56 +403,54 @@ def read_weights(
     """Call put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fill the states too.
 
     tensors: Optimizer.tensors(). Every rank must call it. It needs memory for the rank's rows of one parameter at a
-    time, or none if run and folder both have masters in halves: those are read in place. Raises, on all ranks, what
-    read_into raises, and ValueError if the folder has extra tensors.
+    time. Raises, on all ranks, Damaged, OSError, or ValueError if the folder lacks tensors or has more of them.
     """
-    weights = {hf_name for name in parameters for hf_name in hf_names(name)}
-    # What the folder keeps in addition to every weight: read_into raises if one weight lacks it.
-    kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
-    in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
+    # What the folder has in addition to every weight: reading fails if one weight lacks it.
+    master = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     states = [
         rows
         for (name, state), x in (tensors or {}).items()
-        if in_place or state not in ("", "lower_half")
+        if state not in ("", "lower_half")
         for rows in hf_rows(name, x, config, state)
     ]
-    found = {
+    expected = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states} | {HEAD}
+    more = [
         name
-        for name, (file, _) in folder.tensors.items()
-        if not name.startswith(("lower_half.", "master.")) and (tensors or not file.startswith("optimizer"))
-    }
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    tied_twice = config.tie_embeddings and head in found
-    more = found - weights - {rows.name for rows in states} - {head}
-    more = {name for name in more if not name.endswith("rotary_emb.inv_freq")}  # from old versions
+        for name, info in folder.tensors.items()
+        if name not in expected
+        and not name.startswith(("lower_half.", "master."))
+        and not name.endswith("rotary_emb.inv_freq")  # from old versions of transformers
+        and (tensors or not info.file.startswith("optimizer"))
+    ]
     if more:
         raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
+    reader = Reader(folder)
 
-    def rows() -> Iterator[Rows]:  # read_into reads each item before it asks for the next
-        for name, parameter in () if in_place else parameters.items():
-            whole = yield from _read_weight(name, parameter, config, kept)
-            if tied_twice and hf_names(name) == [embedding]:
-                again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
-                yield from hf_rows("lm_head.weight", again, config)
-                if not torch.equal(local(again), whole):
-                    said = "config.json says tie_word_embeddings: set it to false"
-                    raise ValueError(f"{folder.path} has a separate {head}, but {said}")
-            put(name, whole)
-        yield from states
+    def read_as(dtype, name, state="", saved_as=None):
+        x = torch.empty_like(parameters[name], dtype=dtype, device="cpu").detach()
+        for rows in hf_rows(saved_as or name, x, config, state):
+            reader.fill(rows)
+        return local(x)
 
-    read_into(folder, rows())
+    def check():
+        verify(folder.path, folder.run, {info.file for info in folder.tensors.values()}, group_rank(), group_size())
 
+    def fill_all():
+        for name in parameters:
+            if master == "lower_half":
+                weight = merge_halves(read_as(torch.bfloat16, name), read_as(torch.int16, name, master))
+            else:
+                weight = read_as(torch.float32, name, master)
+            tied_head = name == "tok_embeddings.weight" and config.tie_embeddings and HEAD in folder.tensors
+            if tied_head and not torch.equal(weight, read_as(torch.float32, name, saved_as=HEAD)):
+                advice = "config.json says tie_word_embeddings: set it to false"
+                raise ValueError(f"{folder.path} has a separate {HEAD}, but {advice}")
+            put(name, weight)
+        for rows in states:
+            reader.fill(rows)
 
-def _read_weight(name, parameter, config, kept):
-    """Yield the rows to read, and return this rank's part of the master: whole, merged, or the weight itself."""
-    halves = kept == "lower_half"
-    upper = torch.empty_like(parameter, dtype=torch.bfloat16 if halves else torch.float32, device="cpu").detach()
-    yield from hf_rows(name, upper, config, "" if halves else kept)
-    if not halves:
-        return local(upper)
-    lower = torch.empty_like(upper, dtype=torch.int16)
-    yield from hf_rows(name, lower, config, kept)
-    return merge_halves(local(upper), local(lower))
+    on_all_ranks(check)
+    on_all_ranks(fill_all)
 
 
 @contextlib.contextmanager
@@ -289,13 +469,13 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
     path: where it is now; None: where it was. ValueError if it is gone, damaged, or another model.
     """
     path = path or Path(str(folder.adapter.get("base_model_name_or_path"))).expanduser()
-    if not run_folder.is_model(path):
-        where = "set base_model_name_or_path in adapter_config.json to their folder, or pass train.py --init_from"
-        raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
+    if not is_model(path):
+        advice = "set base_model_name_or_path in adapter_config.json to their folder, or pass train.py --init_from"
+        raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {advice}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
-        where = "put that base back, or set base_model_name_or_path in adapter_config.json to its folder"
-        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {where}")
+        advice = "put that base back, or set base_model_name_or_path in adapter_config.json to its folder"
+        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {advice}")
     return base
 
 
@@ -314,12 +494,12 @@ def read_base(
     packed = {name: m for name, m in adapted.items() if len(m.held) > 1}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name.endswith(".weight")}
 
-    def put(name, whole):
+    def put(name, weight):
         if name not in packed:
-            local((cpu_weights or frozen)[name].detach()).copy_(whole)
+            local((cpu_weights or frozen)[name].detach()).copy_(weight)
             return
         projection = packed[name]
-        parts = projection.quantize(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
+        parts = projection.quantize(weight.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
         for parameter, part in zip(projection.tensors()[:-2], parts, strict=True):
             fill(parameter, part.view(parameter.shape))
 
@@ -338,7 +518,7 @@ def load_model(
     Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
     OSError if it cannot be read now.
     """
-    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, quantize_base))
+    return read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, quantize_base))
 
 
 def _load_model(path, device, dtype, quantize_base):
@@ -356,7 +536,7 @@ def _load_model(path, device, dtype, quantize_base):
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if base:
         read_base(base, model, dtype=getattr(torch, folder.run["dtype"]))
-    read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
+    read_weights(folder, parameters, model.config, lambda name, weight: parameters[name].detach().copy_(weight))
     for name, p in model.named_parameters():
         if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():
             raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: use bfloat16 or float32")

@@ -181,6 +181,10 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def group_size(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
 def _reason(error) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

@@ -59,9 +59,8 @@ def read_config(folder) -> tuple[dict, str | None]:
     block_size is the model's context: as long as it was trained. Raises ValueError for a model that model.py does not
     support.
     """
-    path, theirs = folder.path / (ADAPTED if folder.adapter else "config.json"), folder.config
-    if not os.path.exists(path):
-        path = folder.path / "params.json"
+    path = folder.path / (ADAPTED if folder.adapter else "config.json")
+    theirs = folder.config
     if theirs.get("model_type") not in ("llama", model_type()):
         raise ValueError(f"{path} describes a {theirs.get('model_type')!s:.60} model, not a Llama")
     if theirs.get("quantization_config"):
@@ -76,7 +75,9 @@ def read_config(folder) -> tuple[dict, str | None]:
     if settings["block_size"] < 1:
         raise ValueError(f"{path} says a context of {settings['block_size']} tokens: expected at least 1")
     settings |= _read_rope(path, theirs)
-    n_embd, n_head, head_dim = settings["n_embd"], settings["n_head"], setting(path, theirs, "head_dim", int, None)
+    n_embd = settings["n_embd"]
+    n_head = settings["n_head"]
+    head_dim = setting(path, theirs, "head_dim", int, None)
     if n_head and head_dim not in (None, n_embd / n_head):
         raise ValueError(
             f"{path} has head_dim {head_dim}, {n_head} heads and hidden_size {n_embd}: only heads whose sizes add up "
@@ -137,27 +138,27 @@ def _read_rope(path: Path, theirs: dict) -> dict:
     return {"rope_theta": theta, "rope_scaling": dict(sorted(scaling.items()))}
 
 
-def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
+def write_config(config: LlamaConfig, tokenizer: str, dtype: str, source: dict, dataset: dict) -> dict:
     """The content of config.json for a model. transformers ignores what begins with nanocria_.
 
-    begun_with: config.json of the weights that training began with, or {}: its special tokens and context are kept.
+    source: config.json of the weights that training began with, or {}: its special tokens and context are kept.
     dataset: meta.json of the training data, or {}.
     """
     # In data without bos, the end of a document precedes the next one. Write None too: else transformers takes 1 and 2.
-    bos, eos = (begun_with.get(name, dataset.get("end_of_text")) for name in ("bos_token_id", "eos_token_id"))
-    doc_start = begun_with.get(DOC_START) if begun_with else dataset.get("end_of_text")
+    bos, eos = (source.get(name, dataset.get("end_of_text")) for name in ("bos_token_id", "eos_token_id"))
+    doc_start = source.get(DOC_START) if source else dataset.get("end_of_text")
     # Other software needs max_position_embeddings to be at least the length that the scaling stretches. But only
     # published weights were trained on that many positions: our own commands read the context.
     positions = "max_position_embeddings"
-    published = begun_with.get(positions, DEFAULTS[positions]) if begun_with else 0
+    published = source.get(positions, DEFAULTS[positions]) if source else 0
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
-    context = max(config.block_size, begun_with.get(CONTEXT) or published)
+    context = max(config.block_size, source.get(CONTEXT) or published)
     architecture = "LlamaForCausalLM" if model_type() == "llama" else "NanocriaForCausalLM"
     described = {
         "architectures": [architecture], "model_type": model_type(), "hidden_act": ACTIVATIONS[model.ACTIVATION],
     }  # fmt: skip
-    if begun_with.get("pad_token_id") is not None:
-        described["pad_token_id"] = begun_with["pad_token_id"]
+    if source.get("pad_token_id") is not None:
+        described["pad_token_id"] = source["pad_token_id"]
     return {
         **described,
         **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},

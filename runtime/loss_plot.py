@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.files import atomic_write
-from runtime.run_folder import newest
+from runtime.checkpoint import newest
 
 LONGEST_LINE = 2**16  # bytes; a line of metrics.jsonl has a few hundred
 

@@ -32,7 +32,6 @@ from pathlib import Path
 import torch
 
 from runtime.distributed import all_reduce_max, local_world_size, on_all_ranks, print0, stop_on_error
-from runtime.safetensors_file import as_bytes, transfer
 
 PAGE = 4096  # direct I/O reads and writes multiples of this
 THREADS = 4  # to read and write
@@ -41,6 +40,11 @@ REQUEST_BYTES = 2**24  # this many at a time
 NETWORK = re.compile(  # file system types as named in /proc/mounts
     r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|ocfs2|gfs2|davfs|fuse\.(?!fuse-overlayfs).*"
 )
+
+
+def as_bytes(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(x.view(-1).view(torch.uint8).numpy())
 
 
 def whole_pages(n_bytes: int) -> int:
@@ -112,7 +116,13 @@ class StateFile:
 
     def _transfer(self, system_call: Callable, begin: int, memory: torch.Tensor) -> None:
         """os.preadv or os.pwritev of all of memory. Both release the GIL."""
-        transfer(system_call, self.file, as_bytes(memory), begin)
+        buffer = as_bytes(memory)
+        offset = begin
+        while buffer:
+            n = system_call(self.file.fileno(), [buffer], offset)
+            assert n, f"{self.folder}: the file ends at byte {offset}"
+            buffer = buffer[n:]
+            offset += n
         if not self.direct:
             os.posix_fadvise(self.file.fileno(), begin, len(memory), os.POSIX_FADV_DONTNEED)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from runtime import memory_stats, run_folder
-from runtime.checkpoint import Saver
+from runtime import checkpoint, memory_stats
 from runtime.distributed import all_reduce_max, leave, print0, rank, say, stop, world_size
+from runtime.save import Saver
 
 LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|[Tt]imed out")  # gloo's words
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal to this process when its parent dies
@@ -97,7 +97,7 @@ def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: fl
         print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
         return
     saver.finish(step)
-    newest = run_folder.newest(saver.out_dir)
+    newest = checkpoint.newest(saver.out_dir)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # other ranks may wait in collectives that this rank has queued
     clip = "a lower grad_clip" if optimizer.grad_clip else "--grad_clip=1"

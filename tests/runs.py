@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import checkpoint_folder
-from runtime.checkpoint_folder import read_run
+from runtime.checkpoint import digest_of_run, read_run
 from tests.fork_server import Run, start_server
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +51,8 @@ def losses(out_dir):
 def edit_run(checkpoint, **changes):
     """Change entries of a checkpoint's run.json, as if it had been saved that way; None removes an entry."""
     run = read_run(checkpoint) | changes
-    body = json.dumps({name: value for name, value in run.items() if value is not None}, indent=2).encode()
-    (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
+    run = {name: value for name, value in run.items() if value is not None}
+    (checkpoint / "run.json").write_text(json.dumps(run | {"digest": digest_of_run(run)}, indent=2))
 
 
 def damage(path):

@@ -7,8 +7,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from convert import convert
-from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder
+from runtime.checkpoint import load_model, open_folder
 from runtime.hf_config import DEFAULTS, read_config
 from tests.published import SCALING, assert_same_model, edit_config, publish
 

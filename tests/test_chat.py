@@ -25,7 +25,7 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.vocabulary import Tiktoken
 from model import LlamaConfig
-from runtime.restore import documents
+from runtime.resume import hf_files
 from tests.datasets import contents
 from tests.published import CHATML, publish_chat_model, smollm2
 
@@ -846,7 +846,7 @@ def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
     base = SimpleNamespace(path=tmp_path, pieces=None, config={"eos_token_id": 1, "bos_token_id": 0})
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=9, block_size=8)
-    found = documents(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1], "bos": 3})
+    found = hf_files(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1], "bos": 3})
     config, generation = (json.loads(found[name]) for name in ("config.json", "generation_config.json"))
     assert config["eos_token_id"] == generation["eos_token_id"] == [4, 1] and generation["temperature"] == 0.6
     assert config["bos_token_id"] == 3, "the data's, not that of the weights it began with"

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from unittest import mock
@@ -18,9 +19,8 @@ import model as model_module
 from data.chat import prepare as chat
 from data.tokenizer import tokenizer_of
 from model import Llama, LlamaConfig
-from runtime import checkpoint_folder, hf_config
-from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder, read_run
+from runtime import hf_config, save
+from runtime.checkpoint import load_model, open_folder, read_run
 from runtime.hf_config import read_config
 from tests.published import CHATML, assert_same_model, edit_config, hf_llama, publish_chat_model
 from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
@@ -83,7 +83,7 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
     train(**TIED)
     for n_files, file_bytes in ((1, 5e9), (4, 30_000)):
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-        monkeypatch.setattr(checkpoint_folder, "FILE_BYTES", file_bytes)
+        monkeypatch.setattr(save, "FILE_BYTES", file_bytes)
         folder = convert_to_hf(tmp_path / "out", "--dtype", "float32")
         assert "step_000008 in float32: transformers.AutoModelForCausalLM" in capsys.readouterr().out
         assert len(list(folder.glob("*.safetensors"))) == n_files
@@ -152,7 +152,8 @@ def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> to
 @pytest.fixture
 def meta_folder(tmp_path, monkeypatch):
     """meta_folder(weights, **params) writes a folder as Meta publishes it, and returns it."""
-    monkeypatch.setattr(hf_config, "LLAMA3_VOCAB", 257)
+    for module in (convert, hf_config):
+        monkeypatch.setattr(module, "LLAMA3_VOCAB", 257)
 
     def write(weights, **params):
         (tmp_path / "Llama").mkdir()
@@ -185,26 +186,15 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, conve
     for model in (theirs, load_model(folder)):
         assert_metas_logits(model, weights, factor)
     assert theirs.config.bos_token_id == 128000 and 128009 in theirs.config.eos_token_id
-
-
-def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_path, capsys):
-    source, data = meta_folder(meta_weights(True)), tmp_path / "data"
-    shutil.copytree(text_data, data)
-    meta = json.loads((data / "meta.json").read_text())
-    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "llama3"}))
-    settings = dict(dataset=data, vocab_size=257, ffn_dim=96, tie_embeddings=True, init_from=source)
-    train(**settings, learning_rate=0, max_iters=1)
-    assert f"begins    with the weights of {source}" in capsys.readouterr().out
-    assert_metas_logits(load_model(tmp_path / "out"), meta_weights(True), None)
+    with pytest.raises(ValueError, match=f"holds Meta's own files: python convert.py {source} NEW"):
+        load_model(source)
 
 
 META_ERRORS = {  # message: changes of params.json, and tensors of other shapes
     "params.json says vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
     "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
-    "params.json: n_layer, n_head": (dict(n_heads=0), {}),
     "expected model.layers.2.input_layernorm.weight of shape (32,): ": (dict(n_layers=3), {}),
     "has 9 tensors that the model does not have: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
-    "self_attn.k_proj.weight of shape (32, 32): ": (dict(n_heads=2), {}),
     "layers.1.self_attn.k_proj.weight of shape (16, 32): ": ({}, {"layers.1.attention.wk.weight": (12, 32)}),
     "the model does not have: consolidated.00.pth: model.norm.weight, ...": ({}, {"model.norm.weight": (32,)}),
 }
@@ -225,10 +215,9 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
     whole = file.read_bytes()
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
-        (lambda: file.write_bytes(b""), "in torch.save's zip format"),
         (lambda: torch.save([torch.zeros(2)], file), "consolidated.00.pth does not hold tensors by name"),
         (part.touch, "holds a model in 2 parts"),
-        (lambda: (file.unlink(), part.unlink()), "consolidated.00.pth"),
+        (lambda: (file.unlink(), part.unlink(), os.mkfifo(file)), "not a regular file"),
     ):
         damage()
         with pytest.raises(SystemExit, match=sentence):
@@ -284,9 +273,8 @@ def holds(name, change, source=None):
 
 WEIGHTS = "model.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
-USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_file.py has damaged files
+USER_ERRORS = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
-    "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
     "has a separate lm_head.weight": holds("lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
@@ -294,36 +282,22 @@ USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_
     "a qwen3 model, not a Llama": says(model_type="qwen3"),
     "config.json has head_dim 32, 4 heads and hidden_size 32: only heads whose sizes add up": says(head_dim=32),
     "config.json has attention_bias, biases of q, k, v and o: they are not supported": says(attention_bias=True),
-    "config.json has mlp_bias, biases of gate, up and down: they are not supported": says(mlp_bias=True),
     "RoPE of type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-    "RoPE of type linear": says(rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4}),
     "rope_scaling has ['factor']": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
-    "config.json: rope_parameters expects a dict or none, got 'llama3'": says(rope_parameters="llama3"),
     "config.json has the activation gelu: model.py has silu": says(hidden_act="gelu"),
     "config.json: num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),
-    "config.json: n_layer, n_head, ": says(num_attention_heads=0),
     "config.json is not JSON": writes("config.json", "{"),
-    "config.json holds JSON of type list": writes("config.json", "[]"),
+    "in torch.float8_e4m3fn: expected torch.float32": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
+    "model.safetensors is missing: only whole models in .safetensors are read": renames(WEIGHTS, "pytorch_model.bin"),
+    "model.safetensors is missing: only whole": prunes,
     "the data's tokenizer has 257 tokens, ": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
-    "model.safetensors is missing: copy or fetch the whole folder": renames(WEIGHTS, "weights"),
-    "is missing: copy or fetch the whole folder": prunes,
-    "holds pickled weights, which are not read": renames(WEIGHTS, "pytorch_model.bin"),
-    "holds GGUF files, which are not read": renames(WEIGHTS, "model.gguf"),
-    "holds an adapter alone: merge it": renames(WEIGHTS, "adapter_model.safetensors"),
-    "model.safetensors.index.json is not JSON": lambda folder: (
-        renames(WEIGHTS, "model-00001-of-00001.safetensors")(folder),
-        writes("model.safetensors.index.json", '{"weight_map": {')(folder),
-    ),
     "config.json is a git-lfs pointer": writes("config.json", LFS),
     "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
     "tokenizer.json is a git-lfs pointer": writes("tokenizer.json", LFS),
-    "generation_config.json is a git-lfs pointer": writes("generation_config.json", LFS),
     "transformers_weights, which are not read": says(transformers_weights="other.safetensors"),
     "partial_rotary_factor": says(partial_rotary_factor=0.5),
     "eos_token_id expects": says(eos_token_id="</s>"),
-    "holds a part of a model, without its config.json": renames("config.json", "config"),
-    "without its config.json or its index: copy or": renames(WEIGHTS, "model-00001-of-00002.safetensors"),
     "has no config.json: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 
@@ -381,13 +355,6 @@ def test_no_value_of_a_foreign_file_ends_in_a_traceback(file, tmp_path):
             except (OSError, ValueError) as error:  # which every script prints
                 assert 20 < len(str(error)) < 600, error
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-
-
-def test_a_folder_of_weights_without_config_json_gets_a_message(train, tmp_path, capsys):
-    (tmp_path / "a.gguf").touch()
-    assert f"{tmp_path} holds GGUF files, " in error_of(train, capsys, init_from=tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path} holds GGUF files, "):
-        load_model(tmp_path)
 
 
 def test_a_tied_head_and_old_rotary_buffers_are_skipped(theirs):
@@ -586,9 +553,9 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
 ):
     if change == "weights":
         monkeypatch.setattr(model_module, "Llama", WithPositions)
-        for module in ("checkpoint", "restore"):
+        for module in ("checkpoint", "resume"):
             monkeypatch.setattr(f"runtime.{module}.Llama", WithPositions)
-        for module in ("hf_names", "restore"):
+        for module in ("hf_names", "resume"):
             monkeypatch.setattr(f"runtime.{module}.OWN", {"positions.weight"})
     elif change == "activation":
         monkeypatch.setattr(model_module, "ACTIVATION", "gelu_tanh")
@@ -611,7 +578,7 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
 
 @pytest.mark.parametrize("name", ["mlp.up_proj.weight", "self_attn.q_proj.bias", "input_layernorm.weight"])
 def test_a_name_of_ones_own_that_is_another_s_in_hugging_face_s_llama_is_refused(name, train, capsys, monkeypatch):
-    for module in ("hf_names", "restore"):
+    for module in ("hf_names", "resume"):
         monkeypatch.setattr(f"runtime.{module}.OWN", {name})
     init = model_module.Block.__init__
 
@@ -646,7 +613,7 @@ def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothin
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is not a folder: train"), done.stderr
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "hf is not written: File too large: " in done.stderr and "model.safetensors" in done.stderr, done.stderr
+    assert "hf is not written: File too large" in done.stderr, done.stderr
     assert not list(tmp_path.glob("hf*"))
 
 

@@ -13,12 +13,9 @@ import convert
 from data.chat.prepare import prepare as chat_prepare
 from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import evaluate
-from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import read_run
+from runtime.checkpoint import digest, load_model, newest, read_run
 from runtime.evaluate import evaluate_file, log_likelihoods
 from runtime.generate import begin_document
-from runtime.run_folder import newest
-from runtime.safetensors_file import digest_pieces
 from tests.published import SCALING, edit_config, publish, publish_chat_model
 from tests.runs import edit_run, prose
 from tests.test_tokenizer_files import write_hf_folder
@@ -351,9 +348,7 @@ def test_a_checkpoint_of_an_older_version_has_the_context_of_its_run(train, tmp_
 def make_older(checkpoint):
     """Remove from a checkpoint what older versions did not write."""
     edit_config(checkpoint, nanocria_context=None, nanocria_doc_start=None)
-    content = (checkpoint / "config.json").read_bytes()
-    digests = read_run(checkpoint)["digests"]
-    digests["config.json"] = [f"{piece.end} {piece.sha256}" for piece in digest_pieces(content)]
+    digests = read_run(checkpoint)["digests"] | {"config.json": [digest(checkpoint / "config.json")]}
     edit_run(checkpoint, digests=digests, began_with=None)
 
 

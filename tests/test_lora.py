@@ -13,12 +13,10 @@ from convert import convert
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
 from lora import add_lora, merge_lora
 from model import Execution, Llama, LlamaConfig
-from runtime.checkpoint import load_model, read_base
-from runtime.checkpoint_folder import open_folder
+from runtime.checkpoint import load_model, open_folder, read_base
 from runtime.hf_config import read_config
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, prose, run, step_losses
-from tests.test_safetensors_file import damage_tensor
+from tests.runs import SHORT, SMALL, assert_close, damage, error_of, finish, losses, prose, run, step_losses
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
@@ -364,7 +362,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
     shutil.copytree(trained["none"], tmp_path / "out")
     shutil.copytree(base, tmp_path / "base")
     folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
-    damage_tensor(file.parent, "model.embed_tokens.weight")
+    damage(file)
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path / "out", "init_from": tmp_path / "base"})
     assert done.returncode == 1 and done.stderr.startswith(f"{file} is damaged: its bytes"), done.stderr
     assert (tmp_path / "out/step_000008").exists(), done.stdout

@@ -22,7 +22,8 @@ from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
-from runtime import memory_advice, run_folder, state_file
+from runtime import memory_advice, state_file
+from runtime.checkpoint import newest
 from runtime.memory import RunShape, state_bytes
 from runtime.state_file import StateFile, file_system, page_aligned
 from tests.runs import SHORT, SMALL, error_of, finish, losses, run, wrapped
@@ -132,7 +133,7 @@ def test_after_a_fault_in_the_middle_of_an_update_a_run_resumes_from_the_checkpo
     done = run(settings | {"out_dir": tmp_path / "out"}, script, DRIVE=str(drive))
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
     assert not list(drive.iterdir()), "the file of a run that ended is left over"
-    assert run_folder.newest(tmp_path / "out").name == "step_000004", "another was saved after the drive had failed"
+    assert newest(tmp_path / "out").name == "step_000004", "another was saved after the drive had failed"
     for name in ("out", "whole"):
         train(**settings | {"out_dir": tmp_path / name})
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")

@@ -22,10 +22,10 @@ from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
 from optimizers.rules import rule_of
 from runtime.check_settings import find_problem
-from runtime.checkpoint import rows_to_save
-from runtime.checkpoint_folder import read_run
+from runtime.checkpoint import read_run
 from runtime.device import CUDAGraph
 from runtime.memory import RunShape, state_bytes
+from runtime.save import rows_to_save
 from runtime.stream_weights import StreamedWeights
 from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses
 

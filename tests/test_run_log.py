@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime import checkpoint, loss_plot, memory_stats, run_log
+from runtime import loss_plot, memory_stats, run_log, save
 from runtime.distributed import print0
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, error_of, finish, metrics, prose
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
 def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys, monkeypatch):
-    saves, save = [], checkpoint.Saver.save  # each takes a day, not counted as training
-    monkeypatch.setattr(checkpoint.Saver, "save", lambda *args, **more: saves.append(1) or save(*args, **more))
+    saves, save_once = [], save.Saver.save  # each takes a day, not counted as training
+    monkeypatch.setattr(save.Saver, "save", lambda *args, **more: saves.append(1) or save_once(*args, **more))
     monkeypatch.setattr(run_log, "perf_counter", lambda: time.perf_counter() + 86400 * len(saves))
     run = train()
     number = r"[\d,.]+"

@@ -4,7 +4,7 @@ import pytest
 
 from configurator import preview
 from runtime.check_settings import find_problem
-from runtime.checkpoint_folder import read_run
+from runtime.checkpoint import read_run
 from tests.runs import ROOT, SMALL, edit_run, error_of, flags
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")

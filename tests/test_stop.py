@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from data.tokens import Tokens
-from runtime import distributed, run_folder
+from runtime import checkpoint, distributed
 from runtime.stop import Signals, bad_data_ends_this_rank
 from tests.runs import (
     LONGER,
@@ -140,7 +140,7 @@ def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
     process.kill()
     process.wait()
     wait_until(lambda: not any(map(alive, ranks_in(tmp_path))), "a rank was left behind")
-    assert run_folder.newest(tmp_path / "out") is not None, (tmp_path / "log").read_text()
+    assert checkpoint.newest(tmp_path / "out") is not None, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("ranks, told", [("1", "rank 1: SIGTERM"), ("012", " SIGTERM"), ("12", "rank 1: SIGTERM")])
@@ -179,7 +179,7 @@ def test_broken_stdout_does_not_stop_training(text_data, tmp_path):
     with open("/dev/full", "w") as full:
         errors = start(settings, stdout=full).communicate()[1]
     assert "Traceback" not in errors, errors
-    assert run_folder.newest(tmp_path / "out").name == "step_000008"
+    assert checkpoint.newest(tmp_path / "out").name == "step_000008"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

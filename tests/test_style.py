@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CLEAN = [  # files and folders without an offence
     "bench.py", "benchmarks", "config", "convert.py", "data/chat", "data/pystdlib", "data/tiktoken_files.py",
     "data/tokenizer.py", "data/vocabulary.py", "lora.py", "plain_llama.py",
-    "runtime/memory.py", "runtime/memory_advice.py", "runtime/memory_stats.py", "train.py",
+    "runtime/checkpoint.py", "runtime/hf_config.py", "runtime/memory.py", "runtime/memory_advice.py",
+    "runtime/memory_stats.py", "runtime/resume.py", "runtime/save.py", "train.py",
 ]  # fmt: skip
 
 

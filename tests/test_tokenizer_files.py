@@ -21,7 +21,7 @@ from data.tokens import Tokens
 from data.vocabulary import TextStream
 from data.write import tokenizer_for_data, write_dataset
 from model import LlamaConfig
-from runtime.restore import documents
+from runtime.resume import hf_files
 from tests.datasets import TEXTS, package_file
 from tests.published import smollm2
 from tests.runs import prose
@@ -354,7 +354,7 @@ def test_transformers_begins_texts_as_the_data_does(published, bos, tmp_path):
     tokenizer = tokenizer_for_data(str(name), bos=None if bos else False)
     meta = write_dataset(tmp_path / "data", [("train", "he é"), ("val", "said")], tokenizer)
     config = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2, vocab_size=600, block_size=8)
-    files = documents(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
+    files = hf_files(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
     trained = Tokens(tmp_path / "data", "train").shards[0][:].tolist()[:-1]
     (tmp_path / "out").mkdir()
     for file, content in files.items():

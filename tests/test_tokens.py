@@ -31,7 +31,7 @@ from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, write_dataset, write_lock, write_meta, write_tokens
 from model import document_starts
-from runtime.checkpoint_folder import _seal, read_run
+from runtime.checkpoint import digest_of_run, read_run
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
 from tests.runs import ROOT, alive, prose, wait_until
 
@@ -303,7 +303,8 @@ def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 def test_the_dataset_in_a_checkpoints_run_json_is_checked_too(strangers, tmp_path, changes):
     dataset = json.loads((strangers(**changes) / "meta.json").read_text())
-    (tmp_path / "run.json").write_bytes(_seal(json.dumps({"step": 1, "dataset": dataset}, indent=2).encode()))
+    run = {"step": 1, "dataset": dataset, "digests": {}}
+    (tmp_path / "run.json").write_text(json.dumps(run | {"digest": digest_of_run(run)}))
     for read in (read_run, tokenizer_of):  # the one for resuming and convert.py, the other for sample.py
         with pytest.raises(ValueError, match=r"run\.json (has|names) "):
             read(tmp_path)

@@ -14,7 +14,7 @@ import model as model_module
 from data.loader import epoch_order
 from model import Execution
 from optimizers.optimizer import Optimizer
-from runtime import checkpoint
+from runtime import save
 from tests.runs import ROOT, assert_close, error_of, losses, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -245,9 +245,9 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
 
 
 def test_a_nan_while_a_checkpoint_is_written_waits_for_that_and_names_it(train, tmp_path, monkeypatch, capsys):
-    forward, calls, write = model_module.Llama.forward, [], checkpoint.write_folder
+    forward, calls, write = model_module.Llama.forward, [], save.write_folder
     factor = lambda: math.nan if calls.append(1) or len(calls) == 7 else 1  # noqa: E731  four steps, two of evaluation
     monkeypatch.setattr(model_module.Llama, "forward", lambda self, *batch: forward(self, *batch) * factor())
-    monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(1) or write(*args))
+    monkeypatch.setattr(save, "write_folder", lambda *args: time.sleep(1) or write(*args))
     message = error_of(train, capsys)
     assert "step 5: the mean loss" in message and f"from {tmp_path}/out/step_000004 with" in message, message

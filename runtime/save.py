@@ -1,0 +1,403 @@
+"""Writes checkpoints, out/step_000250: in the background, by any number of ranks. checkpoint.py describes the folder.
+
+A safetensors file is 8 bytes n (little-endian), n bytes of JSON, {name: {"dtype": "BF16", "shape": [O, C],
+"data_offsets": [begin, end]}}, and the tensors. A tensor's rows are a contiguous range of bytes, and every rank
+computes the same header: so each writes its own rows in place (https://huggingface.co/docs/safetensors).
+
+A checkpoint is written as step_000250.partial and renamed when it is complete, so the name alone shows that it is.
+A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kernels.adamw import split_halves
+from kernels.pinned_memory import pinned_empty
+from model import LlamaConfig
+from runtime import memory_stats
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, newest
+from runtime.distributed import (
+    all_reduce_max,
+    from_rank_0,
+    group_rank,
+    group_size,
+    local,
+    local_world_size,
+    on_all_ranks,
+    print0,
+    say,
+    shard_like,
+    worker_thread,
+)
+from runtime.hf_names import Rows, hf_rows
+
+PAUSES = "training will pause while a checkpoint is written"
+FILE_BYTES = 5 * 10**9  # maximum for one .safetensors, Hugging Face's
+DTYPE_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Save in the background
+
+
+class Saver:
+    """Writes checkpoints in the background, while training continues.
+
+        saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save)
+        saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
+        message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
+        saver.report(step)                        # after each step: prints once when a background save has finished
+        saver.finish(step)                        # waits for the save and prints
+
+    The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
+    then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
+    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. hf_files: the folder's
+    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
+    that a rank waits for the others to write one file.
+    """
+
+    def __init__(
+        self,
+        out_dir: str,
+        optimizer,
+        config: LlamaConfig,
+        hf_files: dict[str, bytes],
+        keep_last: int,
+        async_save: bool = True,
+        reserved: float = 0,
+        timeout: float = 600.0,
+    ):
+        self.out_dir = Path(out_dir)
+        self.optimizer = optimizer
+        self.config = config
+        self.hf_files = hf_files
+        self.keep_last = keep_last
+        self.seconds = 0.0  # that the main thread has waited
+        self.error: str | None = None  # why the last checkpoint was not written
+        # A separate group: the writing thread's collectives must not mix with the main thread's.
+        limit = timedelta(seconds=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
+        self.thread = worker_thread()
+        self.future = None  # of the save in progress
+        self.copied = None  # an event: the copies are complete
+        self.copies = None  # a future of them
+        self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
+        n_bytes = sum(local(x).nbytes for x in tensors.values())
+        # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
+        missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
+        self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        if async_save and optimizer.place.async_save and keep_last:
+            if missing <= 0:
+                self.copies = self.thread.submit(self._allocate, tensors)  # 15 GB take seconds: in the first steps
+            else:
+                print0(f"{PAUSES}: {self.needed}, but less is free", file=sys.stderr)
+
+    def _allocate(self, tensors):
+        try:
+            return {key: _pinned_like(x) for key, x in tensors.items()}
+        except (OSError, RuntimeError) as error:
+            say(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
+            return None
+
+    def save(self, step: int, run: dict, wait: bool) -> str:
+        """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""
+        if not self.keep_last:
+            return "nothing saved"
+        self.finish(step)
+        start = time.perf_counter()
+        run = {"step": step, **self.optimizer.counters(step), **run}
+        copies = self.copies.result() if self.copies else None
+        if copies is not None:
+            self.copied = self._copy(copies)
+        self.future = self.thread.submit(self._write, copies or self.optimizer.tensors(), self.copied, step, run)
+        if copies is None:
+            concurrent.futures.wait([self.future])
+        self.seconds += time.perf_counter() - start
+        return self.outcome() if wait or self.future.done() else "saving"
+
+    def _copy(self, copies) -> torch.cuda.Event | None:
+        """Copy on a separate stream, while training continues. Returns the event at the end of the copy."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # None: no-op
+            for key, x in self.optimizer.tensors().items():
+                local(copies[key]).copy_(local(x), non_blocking=local(copies[key]).is_pinned())
+        return self.stream and self.stream.record_event()
+
+    def wait_for_copy(self) -> None:
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
+
+    def report(self, step: int) -> None:
+        if self.future is not None and self.future.done():
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        if self.future is not None:
+            print0(f"step {step:05d} | {self.outcome()}")
+
+    def outcome(self) -> str:
+        """Wait until the checkpoint is written; return a message saying so, or why not. The same on every rank."""
+        start = time.perf_counter()
+        try:
+            path = self.future.result()
+            self.error = None
+            return f"saved {path}"
+        except (OSError, ValueError) as error:
+            self.error = str(error)
+            return f"NOT SAVED: {error}. The newest checkpoint: {newest(self.out_dir) or 'none'}"
+        finally:
+            self.future = None
+            self.seconds += time.perf_counter() - start
+
+    def _write(self, tensors, copied, step, run) -> Path:
+        """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last checkpoints."""
+        path = self.out_dir / f"step_{step:06d}"
+        partial = path.with_name(path.name + ".partial")
+        if copied is not None:
+            copied.synchronize()
+        from_rank_0(lambda: remove_partial(self.out_dir), self.group)
+        try:
+            rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
+            write_folder(partial, rows, self.hf_files, run, self.group)
+            from_rank_0(lambda: commit(partial, path), self.group)
+        except (OSError, ValueError):
+            from_rank_0(lambda: remove_partial(self.out_dir), self.group)
+            raise
+        from_rank_0(lambda: remove_all_but(self.out_dir, self.keep_last), self.group)
+        return path
+
+
+def _pinned_like(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
+    if not local(x).is_cuda:
+        return torch.empty_like(x, device="cpu")
+    return shard_like(x, pinned_empty(local(x).shape, x.dtype))
+
+
+def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
+    """This rank's rows of Optimizer.tensors(), or of copies of them, by the file they go to.
+
+    A whole master is saved as the weight in the compute dtype plus the bits that bfloat16 lacks, or in float16 plus the
+    master itself. So in bfloat16 a run with whole masters can resume with masters in halves, and vice versa.
+    """
+    model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
+    files = {model: [], "optimizer": []}
+    for (name, state), x in tensors.items():
+        dtype = parameters[name].dtype
+        for rows in hf_rows(name, x, config, state):
+            if state or x.dtype == dtype:
+                files["optimizer" if state else model].append(rows)
+            else:
+                weight, rest = _split_master(rows, dtype)
+                files[model].append(weight)
+                files["optimizer"].append(rest)
+    return files
+
+
+def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
+    if dtype != torch.bfloat16:
+        weight = rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype))
+        return weight, rows._replace(name=f"master.{rows.name}")
+
+    def half(i):
+        halves = torch.empty_like(rows.tensor, dtype=dtype), torch.empty_like(rows.tensor, dtype=torch.int16)
+        split_halves(rows.tensor, *halves)
+        return halves[i]
+
+    lower = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=partial(half, 1))
+    return rows._replace(dtype=dtype, tensor=partial(half, 0)), lower
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write a folder
+
+
+def write_folder(
+    folder: Path,
+    tensors: dict[str, Iterable[Rows]],
+    hf_files: dict[str, bytes],
+    run: dict,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a folder and flush it to disk. Every rank must call it, with its own rows. The caller then renames it.
+
+    tensors: keyed by their file, "model" or "optimizer". hf_files: other files by name. run: the content of run.json.
+    Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
+    """
+    parts = {}
+    for stem, rows in tensors.items():
+        of_stem = _files_of(stem, rows)
+        parts |= of_stem
+        hf_files = hf_files | {f"{stem}.safetensors.index.json": _index(of_stem)}
+
+    def create():
+        shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
+        folder.mkdir(parents=True)
+        for name, content in hf_files.items():
+            _write_file(folder / name, content)
+        for name, rows in parts.items():
+            header, _, n_bytes = _header(rows)
+            _write_file(folder / name, header, n_bytes)
+
+    from_rank_0(create, group)
+    for name, rows in parts.items():  # one by one: a rank that still writes is waited for, one that hangs is not
+        on_all_ranks(lambda name=name, rows=rows: _write_rows(folder / name, rows), group)
+    mine = list(parts)[group_rank(group) :: group_size(group)]
+    digests = on_all_ranks(lambda: digests_of(folder, mine), group)
+    if dist.is_initialized():
+        of_ranks = [None] * group_size(group)
+        dist.all_gather_object(of_ranks, digests, group)
+        digests = {name: of_rank[name] for of_rank in of_ranks for name in of_rank}
+
+    def finish():
+        content = json.dumps(run | {"digests": digests | digests_of(folder, hf_files)})
+        finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON
+        finite["digest"] = digest_of_run(finite)
+        _write_file(folder / "run.json", json.dumps(finite, indent=2).encode() + b"\n")
+
+    from_rank_0(finish, group)
+
+
+def _n_bytes(rows):
+    return math.prod(rows.shape) * rows.dtype.itemsize
+
+
+def _files_of(stem, tensors):
+    """These tensors' rows by file name, in files of at most FILE_BYTES."""
+    groups = [[]]
+    n_bytes = 0
+    for rows in tensors:
+        if groups[-1] and n_bytes + _n_bytes(rows) > FILE_BYTES:
+            groups.append([])
+            n_bytes = 0
+        groups[-1].append(rows)
+        n_bytes += _n_bytes(rows)
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
+
+
+def _index(files):
+    """Hugging Face's index. A single file gets one too: without it vLLM would read optimizer.safetensors as weights."""
+    total = sum(_n_bytes(rows) for of_file in files.values() for rows in of_file)
+    file_of = {rows.name: file for file, of_file in files.items() for rows in of_file}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2).encode()
+
+
+def _header(tensors):
+    """The first bytes of a file with these tensors, and at which byte each begins, and the file's size.
+
+    The widest dtype comes first, so that each tensor is aligned.
+    """
+    header = {"__metadata__": {"format": "pt"}}  # transformers requires the format
+    begins = {}
+    offset = 0
+    for rows in sorted(tensors, key=lambda rows: -rows.dtype.itemsize):
+        end = offset + _n_bytes(rows)
+        dtype = DTYPE_NAMES[rows.dtype]
+        header[rows.name] = {"dtype": dtype, "shape": list(rows.shape), "data_offsets": [offset, end]}
+        begins[rows.name] = offset
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    begins = {name: start + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, begins, start + offset
+
+
+def _write_file(path, content, n_bytes=0):
+    """Create a file that begins with this content and has n_bytes, if that is more, and flush it to disk."""
+    path.parent.mkdir(exist_ok=True)  # original/
+    with open(path, "xb") as file:  # x: never through a link
+        file.write(content)
+        file.truncate(max(n_bytes, len(content)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_rows(path, tensors):
+    """Write this rank's rows of one file."""
+    _, begins, _ = _header(tensors)
+    with open(path, "r+b") as file:
+        for rows in tensors:
+            if rows.writes:
+                x = rows.tensor() if callable(rows.tensor) else rows.tensor
+                row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                file.seek(begins[rows.name] + rows.first * row_bytes)
+                file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Names in out_dir
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its final name, safe against a power failure."""
+    for folder in (*filter(Path.is_dir, partial.iterdir()), partial):
+        _sync(folder)
+    if final.is_symlink() or final.exists():  # the run resumed from an earlier step and got here again
+        remove(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Flush a folder: only then is a rename in it on disk."""
+    file = os.open(folder, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. Rename it first: a half-deleted one must not look complete or block the next save."""
+    if path.is_symlink():  # the user moved its files elsewhere: keep them
+        path.unlink()
+    else:
+        old = path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial"))
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_partial(out_dir: Path) -> None:
+    """Delete what a run left that was killed while it saved or deleted a checkpoint; of a link, not what it names."""
+    for path in out_dir.glob("step_*.partial"):
+        with contextlib.suppress(OSError):  # a leftover that cannot be deleted does no harm
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_all_but(out_dir: Path, keep_last: int) -> None:
+    for old in checkpoints(out_dir)[:-keep_last]:
+        try:
+            remove(old)
+        except OSError as error:  # the new checkpoint is complete anyway
+            print0(f"cannot delete {old}: {error.strerror}", file=sys.stderr)
+
+
+def mark_damaged(path: Path) -> None:
+    damaged = path.with_name(path.name + ".damaged")
+    if damaged.is_symlink() or damaged.exists():  # the same step was damaged before
+        remove(damaged)
+    path.rename(damaged)
