@@ -341,36 +341,24 @@ def check_sizes(folder: Folder, settings: dict) -> None:
     find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
 
 
-class Reader:
-    """Reads rows of a folder's tensors, on this rank. Each file is opened once."""
+@torch.no_grad()
+def read_rows(folder: Folder, rows: Rows) -> None:
+    """Fill these rows, on any device and on this rank, from a folder, rounding at most once.
 
-    def __init__(self, folder: Folder):
-        self.folder = folder
-        self.files = {}
-
-    def slice(self, info: TensorInfo):
-        if info.file not in self.files:
-            self.files[info.file] = _open_tensors(self.folder.path / info.file)
-        return self.files[info.file].get_slice(info.name)
-
-    @torch.no_grad()
-    def fill(self, rows: Rows) -> None:
-        """Fill these rows, on any device, rounding at most once.
-
-        Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
-        """
-        path = self.folder.path
-        info = find_tensor(self.folder, rows.name, rows.shape)
-        x = rows.tensor
-        if len(x) == 0:
-            return
-        saved = self.slice(info)[rows.first : rows.first + len(x)]
-        if saved.dtype not in (x.dtype, *(WEIGHT_DTYPES if x.is_floating_point() else ())):
-            raise ValueError(f"{path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
-        # aminmax gives NaN if any element is NaN
-        if self.folder.run is None and not torch.stack(saved.aminmax()).isfinite().all():
-            raise ValueError(f"{path} has numbers in {rows.name} that are not finite")
-        x.copy_(saved)
+    The file is mapped for this tensor alone: pages that were read count as the process's memory until it is unmapped.
+    Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
+    """
+    info = find_tensor(folder, rows.name, rows.shape)
+    x = rows.tensor
+    if len(x) == 0:
+        return
+    saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
+    if saved.dtype not in (x.dtype, *(WEIGHT_DTYPES if x.is_floating_point() else ())):
+        raise ValueError(f"{folder.path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
+    # aminmax gives NaN if any element is NaN
+    if folder.run is None and not torch.stack(saved.aminmax()).isfinite().all():
+        raise ValueError(f"{folder.path} has numbers in {rows.name} that are not finite")
+    x.copy_(saved)
 
 
 def fingerprint(folder: Folder) -> str:
@@ -380,11 +368,10 @@ def fingerprint(folder: Folder) -> str:
     """
 
     def read():
-        reader = Reader(folder)
         sha256 = hashlib.sha256()
         for name, info in sorted(folder.tensors.items()):
             if info.shape:
-                row = reader.slice(info)[:1].contiguous()
+                row = _open_tensors(folder.path / info.file).get_slice(info.name)[:1].contiguous()
                 sha256.update(f"{name} {row.dtype} {info.shape} ".encode())
                 sha256.update(row.view(torch.uint8).numpy())
         return sha256.hexdigest()
@@ -424,12 +411,11 @@ def read_weights(
     ]
     if more:
         raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
-    reader = Reader(folder)
 
     def read_as(dtype, name, state="", saved_as=None):
         x = torch.empty_like(parameters[name], dtype=dtype, device="cpu").detach()
         for rows in hf_rows(saved_as or name, x, config, state):
-            reader.fill(rows)
+            read_rows(folder, rows)
         return local(x)
 
     def check():
@@ -447,7 +433,7 @@ def read_weights(
                 raise ValueError(f"{folder.path} has a separate {HEAD}, but {advice}")
             put(name, weight)
         for rows in states:
-            reader.fill(rows)
+            read_rows(folder, rows)
 
     on_all_ranks(check)
     on_all_ranks(fill_all)

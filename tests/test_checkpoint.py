@@ -24,7 +24,7 @@ from model import Llama, LlamaConfig
 from optimizers.on_cpu import OnCPU
 from optimizers.optimizer import Optimizer
 from runtime import checkpoint, memory_advice, memory_stats, save
-from runtime.checkpoint import Damaged, Reader, load_model, open_folder, read_run, verify
+from runtime.checkpoint import Damaged, load_model, open_folder, read_rows, read_run, verify
 from runtime.hf_names import Rows, hf_rows
 from runtime.save import commit, write_folder
 from tests.published import assert_same_model
@@ -88,10 +88,9 @@ def read(path, config, like):
     assert folder.run["step"] == 7 and folder.run.get("loss") is None
     checkpoint.on_all_ranks(lambda: verify(path, folder.run, {info.file for info in folder.tensors.values()}))
     states = {key: torch.zeros_like(x) for key, x in like.items()}
-    reader = Reader(folder)
     for rows in rows_of(config, states).values():
         for row in rows:
-            reader.fill(row)
+            read_rows(folder, row)
     return states
 
 
@@ -131,7 +130,7 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         rounded = torch.zeros(last - first, 5, dtype=torch.bfloat16)
         strided = torch.zeros(last - first, 10)[:, ::2]
         for out in (rounded, strided):
-            Reader(folder).fill(Rows("x", out.dtype, x.shape, first, out))
+            read_rows(folder, Rows("x", out.dtype, x.shape, first, out))
         assert torch.equal(rounded, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
     for name, other, expected in (
         ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has shape \(9, 5\)"),
@@ -139,7 +138,7 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         ("x", torch.zeros(9, 5, dtype=torch.int32), "has x in torch.float32: expected torch.int32"),
     ):
         with pytest.raises(ValueError, match=expected) as caught:
-            Reader(folder).fill(Rows(name, other.dtype, other.shape, 0, other))
+            read_rows(folder, Rows(name, other.dtype, other.shape, 0, other))
         assert caught.type is ValueError, "not Damaged: another checkpoint would be no better"
 
 
@@ -148,8 +147,8 @@ def test_a_state_with_other_rows_than_its_parameter_is_saved_whole_under_our_nam
     assert rows.name == "projection.layers.1.attn.qkv_proj.weight" and rows.shape == (3, 24)
 
 
-def anonymous_mib():
-    return int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+def resident_mib():
+    return int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
 
 def test_reading_a_rank_s_rows_takes_no_memory_for_the_file(tmp_path):
@@ -159,18 +158,18 @@ def test_reading_a_rank_s_rows_takes_no_memory_for_the_file(tmp_path):
     del x
     folder = open_folder(tmp_path / "x")
     out = torch.zeros(2**10, 2**13)
-    peak = [anonymous_mib()]
+    peak = [resident_mib()]
     before = peak[0]
     stopped = threading.Event()
 
     def watch():
         while not stopped.wait(0.001):
-            peak.append(anonymous_mib())
+            peak.append(resident_mib())
 
     thread = threading.Thread(target=watch)
     thread.start()
     verify(folder.path, folder.run, ["model.safetensors"])
-    Reader(folder).fill(Rows("x", out.dtype, shape, 5000, out))
+    read_rows(folder, Rows("x", out.dtype, shape, 5000, out))
     stopped.set()
     thread.join()
     assert out.min() == out.max() == 1

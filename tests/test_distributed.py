@@ -262,7 +262,7 @@ def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
 @pytest.mark.parametrize("place, phase", [
     ("import data.loader as m; m.Tokens.__init__", "opening the dataset"),
     ("from optimizers.place import Place; Place.attach", "building the model"),
-    ("from runtime.checkpoint import Reader; Reader.fill", "starting"),
+    ("import runtime.checkpoint as m; m.read_rows", "starting"),
 ], ids=["data", "optimizer", "checkpoint"])  # fmt: skip
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_path, place, phase, fails):
@@ -272,7 +272,7 @@ def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_pa
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
         before += "def fail(*_): raise OSError('no such luck')\n"
     before += f"if os.environ['RANK'] == '1': {place} = fail"
-    if "Reader" in place:  # of a checkpoint
+    if "m.read_rows" in place:  # of a checkpoint
         train(1, max_iters=2)
     said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 3).stderr
     if fails:

@@ -152,7 +152,7 @@ def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypat
         raise error
 
     train()
-    monkeypatch.setattr(checkpoint.Reader, "fill", fail)
+    monkeypatch.setattr(checkpoint, "read_rows", fail)
     assert ("MemoryError" if isinstance(error, MemoryError) else "Input/output error") in error_of(train, capsys)
     assert (tmp_path / "out/step_000008").exists()
 
