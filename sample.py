@@ -105,16 +105,17 @@ dtype = pick_dtype(dtype, device)
 
 def named_tokenizer(folder: Folder) -> Tokenizer:
     """The tokenizer of --tokenizer. ValueError if it has too many tokens; a warning if the model's is another."""
-    found, (settings, known) = get_tokenizer(os.path.expanduser(tokenizer)), read_config(folder)
-    if found.name != known and found.n_vocab > settings["vocab_size"]:
-        said = f"tokenizer {found.name} has {found.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"
-        raise ValueError(f"{said}: leave out --tokenizer, or name the model's own")
-    if known not in (None, found.name):  # equal names mean equal ids, but different names do not imply different ids
-        said = f"{folder.path} was trained on {known} tokens, not on {found.name}"
-        print(f"{said}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
-    if found.bos is None:
-        found.bos = folder.config.get(DOC_START)
-    return found
+    given = get_tokenizer(os.path.expanduser(tokenizer))
+    settings, trained = read_config(folder)
+    if given.name != trained and given.n_vocab > settings["vocab_size"]:
+        sizes = f"tokenizer {given.name} has {given.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"
+        raise ValueError(f"{sizes}: leave out --tokenizer, or name the model's own")
+    if trained not in (None, given.name):  # equal names mean equal ids, but different names do not imply different ids
+        names = f"{folder.path} was trained on {trained} tokens, not on {given.name}"
+        print(f"{names}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
+    if given.bos is None:
+        given.bos = folder.config.get(DOC_START)
+    return given
 
 
 def read_prompts() -> list[str]:
@@ -129,7 +130,8 @@ def read_prompts() -> list[str]:
 
 def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterator[list[str]]:
     """Yield, token by token, the text added to each prompt."""
-    longest, context = max(map(len, prompts)), model.config.block_size
+    longest = max(map(len, prompts))
+    context = model.config.block_size
     if longest > context:
         print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
@@ -140,8 +142,8 @@ def write_continuations(prompts: list[str]) -> None:
     """Print the first continuation as it is generated, the others when all are done."""
     texts = [text for text in prompts for _ in range(num_samples)]
     if any(tokenizer.encode(text, special=True)[:1] == [tokenizer.bos] for text in prompts):
-        said = f"the prompt begins with {tokenizer.decode([tokenizer.bos])}"
-        print(f"{said}: no second one is put before it", file=sys.stderr)
+        bos = tokenizer.decode([tokenizer.bos])
+        print(f"the prompt begins with {bos}: no second one is put before it", file=sys.stderr)
     print(texts[0], end="", flush=True)
     for new in draw([begin_document(tokenizer, text, special=True) for text in texts]):
         print(new[0], end="", flush=True)
@@ -153,15 +155,16 @@ def write_continuations(prompts: list[str]) -> None:
 
 def converse(messages: list[dict]) -> None:
     """Read a line, print the answer, repeat. Ctrl-C ends an answer; at the prompt it ends the conversation."""
-    first, prefix = len(messages), PrefixCache()
+    n_system = len(messages)
+    prefix = PrefixCache()
     print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
     while (line := input("> ")).strip() != "/exit":
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
         room = model.config.block_size - min(max_new_tokens, model.config.block_size // 2)
-        while len(ids := encode_prompt(tokenizer, messages)) > room and len(messages) > first + 1:
-            del messages[first : first + 2]  # the oldest question and its answer
+        while len(ids := encode_prompt(tokenizer, messages)) > room and len(messages) > n_system + 1:
+            del messages[n_system : n_system + 2]  # the oldest question and its answer
         answer = ""
         with contextlib.suppress(KeyboardInterrupt):
             for (new,) in draw([ids], prefix):

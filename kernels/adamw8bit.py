@@ -56,9 +56,10 @@ def adamw8bit_reference(
     new_m, new_m_absmax = quantize_blocks_reference(exact_m, signed=True)
     new_v, new_v_absmax = quantize_blocks_reference(exact_v, signed=False)
     new_v = torch.maximum(new_v, exact_v > 0)
-    old, new = (m, v, m_absmax, v_absmax, whole), (new_m, new_v, new_m_absmax, new_v_absmax, whole - lr * step)
-    for before, after in zip(old, new, strict=True):
-        before.copy_(torch.where(torch.isfinite(scale), after, before))
+    before = m, v, m_absmax, v_absmax, whole
+    after = new_m, new_v, new_m_absmax, new_v_absmax, whole - lr * step
+    for old, new in zip(before, after, strict=True):
+        old.copy_(torch.where(torch.isfinite(scale), new, old))
     if halves:
         split_halves(whole, parameter, w)
     elif parameter is not w:
@@ -80,7 +81,8 @@ def _adamw8bit_kernel(
     end = tl.where(tl.abs(scale) < float("inf"), n, 0)  # NaN is not less either
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask, block_mask = i < end, block * BLOCK < end
+    mask = i < end
+    block_mask = block * BLOCK < end
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
     # Beyond the end m and v are 0: they must not be the largest of the last block.
     m_codes = tl.load(m_ptr + i, mask=mask, other=ZERO)
@@ -101,13 +103,15 @@ def _adamw8bit_kernel(
     store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
-def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, halves: bool):
-    shape, blocks = parameter.shape, (-(-parameter.numel() // BLOCK),)
-    must_fit(
-        parameter=(parameter, shape, parameter.dtype), grad=(grad, shape, grad.dtype),
-        w=(w, shape, torch.int16 if halves else torch.float32), m=(m, shape, torch.uint8), v=(v, shape, torch.uint8),
-        m_absmax=(m_absmax, blocks, torch.float32), v_absmax=(v_absmax, blocks, torch.float32),
-    )  # fmt: skip
+def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, w_dtype):
+    n_blocks = -(-parameter.numel() // BLOCK)
+    must_fit(parameter, parameter.shape)
+    must_fit(grad, parameter.shape)
+    must_fit(w, parameter.shape, w_dtype)
+    must_fit(m, parameter.shape, torch.uint8)
+    must_fit(v, parameter.shape, torch.uint8)
+    must_fit(m_absmax, (n_blocks,), torch.float32)
+    must_fit(v_absmax, (n_blocks,), torch.float32)
 
 
 @torch.no_grad()
@@ -130,12 +134,12 @@ def adamw8bit(
     parameter, grad and w: as for adamw; w is fp32, or, if parameter is bf16, may be its lower halves, int16. m and v:
     the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32 (blocks,), one for each 256 elements in
     memory order; the last block may be shorter. All zero before the first step. step_scalars: fp32 (4,), as in
-    adamw.py; if its scale is not finite, nothing changes. ValueError if a tensor does not fit.
+    adamw.py; if its scale is not finite, nothing changes.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
-    _must_fit(*tensors, halves)
-    must_fit(step_scalars=(step_scalars, (4,), torch.float32))
+    _must_fit(*tensors, torch.int16 if halves else torch.float32)
+    must_fit(step_scalars, (4,), torch.float32)
     if not use_triton(parameter):
         return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
     blocks = 4  # one warp each: 8 elements per thread, 16 bytes at a time
@@ -175,7 +179,7 @@ def adamw8bit_on_cpu(
     written. t: the number of this update, from 1. The caller skips updates whose scale is not finite.
     """
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
-    _must_fit(*tensors, halves=False)
+    _must_fit(*tensors, torch.float32)
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
     known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
     library = c_library("adamw8bit.c") if known else None

@@ -52,9 +52,8 @@ def add_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(projection(norm(x + delta)), x + delta), without keeping the normed tensor for backward.
 
-    x and delta (..., C) of one dtype and any strides, or delta None for x alone; norm has a weight (C,) of any dtype
-    and eps; the projection's weight (O, C) is of x's dtype. Returns (..., O) and (..., C) in x's dtype. ValueError if
-    shapes or dtypes do not fit, for what the projection does not support, and under autocast.
+    x and delta (..., C) of one dtype, or delta None for x alone; norm has a weight (C,) of any dtype and eps; the
+    projection's weight (O, C) is of x's dtype. Returns (..., O) and (..., C) in x's dtype. ValueError under autocast.
     """
     refuse_autocast(x)
     check_norm(x, delta, norm.weight)

@@ -165,23 +165,20 @@ def add_norm_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(down_proj(act(gate) · up), x + delta), where gate_up_proj(norm(x + delta)) is gate and up (Shazeer, 2020).
 
-    x and delta (..., C) of one dtype and any strides, or delta None for x alone; norm has a weight (C,) of any dtype
-    and eps; the projections' weights are (2F, C) and (O, F), of x's dtype. activation: 'silu', 'gelu_tanh' or 'gelu'.
+    x and delta (..., C) of one dtype, or delta None for x alone; norm has a weight (C,) of any dtype and eps; the
+    projections' weights are (2F, C) and (O, F), of x's dtype. activation: 'silu', 'gelu_tanh' or 'gelu'.
     Returns (..., O) and (..., C) in x's dtype. save_gate_up: whether the (..., 2F) projection is kept for backward or
     recomputed. skip_down_proj leaves the first result without memory, for a forward that is rerun for backward, which
     does not read it. chunks: in how many chunks the rows pass through the MLP; more than one only with
-    save_gate_up=False. ValueError if shapes or dtypes do not fit, for what a projection does not support, and under
-    autocast.
+    save_gate_up=False. ValueError under autocast.
     """
     refuse_autocast(x)
     check_norm(x, delta, norm.weight)
     gate_up_proj.check("gate_up_weight", x.shape[-1], x)
     n_rows = gate_up_proj.weight.shape[0]
-    if n_rows % 2:
-        raise ValueError(f"gate_up_weight has {n_rows} rows: gate and up need an even number")
+    assert n_rows % 2 == 0, f"gate_up_weight has {n_rows} rows: gate and up need an even number"
     down_proj.check("down_weight", n_rows // 2, x)
-    if chunks < 1 or (chunks > 1 and save_gate_up):
-        raise ValueError(f"chunks is {chunks}: must be at least 1, and exactly 1 with save_gate_up=True")
+    assert chunks == 1 or (chunks > 1 and not save_gate_up), (chunks, save_gate_up)
     options = activation, save_gate_up, skip_down_proj, chunks
     if not use_triton(x):
         return add_norm_mlp_reference(x, delta, norm, gate_up_proj, down_proj, *options)

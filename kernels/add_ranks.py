@@ -30,17 +30,15 @@ def _add_ranks_kernel(own_ptr, received_ptr, out_ptr, n, scale, OTHERS: tl.const
 
 @torch.no_grad()
 def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), in place; ValueError if one does not fit.
+    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), in place.
 
     Any floating dtypes up to float32, all contiguous. scale: 1 / ranks for their mean.
     """
-    if own.shape != out.shape or received.shape[1:] != own.shape:
-        shapes = f"own {tuple(own.shape)}, received {tuple(received.shape)}, out {tuple(out.shape)}"
-        raise ValueError(f"{shapes}: expected (n,), (ranks - 1, n) and (n,)")
-    if not (own.is_contiguous() and received.is_contiguous() and out.is_contiguous()):
-        raise ValueError("own, received and out must be contiguous")
+    assert own.shape == out.shape == received.shape[1:], (own.shape, out.shape, received.shape)
+    assert own.is_contiguous() and received.is_contiguous() and out.is_contiguous()
     if not use_triton(own):
         return add_ranks_reference(own, received, scale, out)
-    n, block = out.numel(), 2048
+    n = out.numel()
+    block = 2048
     grid = (triton.cdiv(n, block),)
     _add_ranks_kernel[grid](own, received, out, n, scale, OTHERS=len(received), BLOCK=block, num_warps=8)

@@ -20,13 +20,14 @@ def c_library(name: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def build(name: str) -> ctypes.CDLL | None:
-    found = filter(shutil.which, ("cc", "gcc", "clang"))
-    compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
+    installed = filter(shutil.which, ("cc", "gcc", "clang"))
+    compiler = shlex.split(os.environ.get("CC", "")) or [next(installed, "no C compiler")]
     # No fused multiply-adds: PyTorch uses none, and compilers fuse different ones.
     flags = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            built, source = str(Path(folder, "built.so")), str(Path(__file__).with_name(name))
+            built = str(Path(folder, "built.so"))
+            source = str(Path(__file__).with_name(name))
             subprocess.run([*compiler, *flags, source, "-o", built, "-lm"], capture_output=True, check=True)
             return ctypes.CDLL(built)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -20,13 +20,16 @@ MOST_SPLITS = 32
 
 
 def decode_attention_reference(q, k, v, k_cache, v_cache, lengths):
-    held, seen = lengths.tolist(), None
-    end = max(held) + 1
-    if min(held) + 1 == end:
-        k_cache[:, end - 1 : end], v_cache[:, end - 1 : end] = k, v
+    n_cached = lengths.tolist()
+    end = max(n_cached) + 1
+    seen = None
+    if min(n_cached) + 1 == end:
+        k_cache[:, end - 1 : end] = k
+        v_cache[:, end - 1 : end] = v
     else:
         rows = torch.arange(len(q), device=q.device)
-        k_cache[rows, lengths], v_cache[rows, lengths] = k[:, 0], v[:, 0]
+        k_cache[rows, lengths] = k[:, 0]
+        v_cache[rows, lengths] = v[:, 0]
         seen = (torch.arange(end, device=q.device) <= lengths[:, None])[:, None, None]  # (B, 1, 1, end)
     k, v = (cache[:, :end].transpose(1, 2) for cache in (k_cache, v_cache))  # (B, K, end, D)
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, enable_gqa=True).transpose(1, 2)
@@ -41,9 +44,12 @@ def _decode_kernel(
     """One program, one row, key/value head and split: y. With several splits, each stores y before the division by its
     sum of exponentials, that sum and its maximum; _merge_kernel divides.
     """
-    row_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, kv_head = row_head // K, row_head % K
-    heads, dims = tl.arange(0, HEADS), tl.arange(0, DIMS)
+    row_head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    batch = row_head // K
+    kv_head = row_head % K
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIMS)
     is_dim = dims < D
     tile = heads[:, None] * D + dims[None, :]  # of the query heads that share this key/value head
     is_tile = (heads < GROUP)[:, None] & is_dim[None, :]
@@ -97,8 +103,10 @@ def _merge_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program, one row and query head."""
-    row_head, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
+    row_head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIMS)
     part = (row_head * SPLITS + splits) * GROUP + head
     row_max = tl.load(max_ptr + part)
     weight = tl.exp(row_max - tl.max(row_max, axis=0))
@@ -118,37 +126,36 @@ def decode_attention(
     """softmax(q kᵀ / √D) v of one new token per row, (B, 1, H, D); stores its k and v at position lengths[b] of row b.
 
     q (B, 1, H, D), k and v (B, 1, K, D), k_cache and v_cache (B, S, K, D), contiguous, all of one dtype; lengths (B,)
-    int64, below S: how many positions row b of the caches holds; not changed here. ValueError for other shapes, and if
-    q, k or v requires a gradient.
+    int64, below S: how many positions row b of the caches holds; not changed here. No gradient.
     """
     n_batch, n_positions, n_kv_head, head_dim = k_cache.shape
     n_head = q.shape[2]
-    right = k_cache.is_contiguous() and v_cache.is_contiguous() and v_cache.shape == k_cache.shape
-    right &= q.shape == (n_batch, 1, n_head, head_dim) and n_head % n_kv_head == 0 and lengths.shape == (n_batch,)
-    if not right or not k.shape == v.shape == (n_batch, 1, n_kv_head, head_dim):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, k_cache, v_cache, lengths))
-        expected = "(B, 1, H, D), 2 x (B, 1, K, D), 2 x (B, S, K, D) contiguous, (B)"
-        raise ValueError(f"decode_attention of {shapes}: expected {expected}")
+    assert q.shape == (n_batch, 1, n_head, head_dim) and n_head % n_kv_head == 0, (q.shape, k_cache.shape)
+    assert k.shape == v.shape == (n_batch, 1, n_kv_head, head_dim), (k.shape, v.shape, k_cache.shape)
+    assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(), v_cache.shape
+    assert lengths.shape == (n_batch,), lengths.shape
     refuse_gradient("decode_attention", q, k, v)
     if not use_triton(q):
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
-    q, k, v, group = q.contiguous(), k.contiguous(), v.contiguous(), n_head // n_kv_head
-    heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    group = n_head // n_kv_head
+    heads = triton.next_power_of_2(group)
+    dims = triton.next_power_of_2(head_dim)
     block = max(8, min(64, 8192 // (heads * dims)))  # 8,192 products at a time: four programs per multiprocessor
     # About four programs per multiprocessor; in the interpreter, enough to test that splits add up.
     programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = min(programs // (n_batch * n_kv_head), triton.cdiv(n_positions, block), MOST_SPLITS)
     splits = 1 << max(wanted, 1).bit_length() - 1  # rounded down to a power of two
-    y = torch.empty_like(q)
-    parts, maxima, sums = y, y, y
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = y
+    statistics = y, y
     if splits > 1:
         shape = (n_batch, n_kv_head, splits, group)
         parts = torch.empty(*shape, head_dim, device=q.device, dtype=compute_dtype(q))
-        maxima, sums = parts.new_empty(2, *shape)
+        statistics = parts.new_empty(2, *shape).unbind()  # each split's maximum and sum
     _decode_kernel[(n_batch * n_kv_head, splits)](
-        q, k, v, k_cache, v_cache, lengths, parts, maxima, sums, n_positions,
+        q.contiguous(), k.contiguous(), v.contiguous(), k_cache, v_cache, lengths, parts, *statistics, n_positions,
         n_kv_head, group, head_dim, head_dim**-0.5, heads, dims, block, splits, num_warps=4,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(n_batch * n_kv_head, group)](parts, maxima, sums, y, group, head_dim, dims, splits, num_warps=4)
+        _merge_kernel[(n_batch * n_kv_head, group)](parts, *statistics, y, group, head_dim, dims, splits, num_warps=4)
     return y

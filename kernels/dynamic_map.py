@@ -75,8 +75,10 @@ def quantization_tables(signed: bool, device: torch.device) -> tuple[torch.Tenso
     halves = []
     for sign in (0, -(2**31)):
         # The lower half of a negative number is inverted, so that it grows with the number, as a positive one's does
-        first, last = (starts | sign).view(torch.float32), (starts | 0xFFFF | sign).view(torch.float32)
-        first, last = (last, first) if sign else (first, last)
+        first = (starts | sign).view(torch.float32)
+        last = (starts | 0xFFFF | sign).view(torch.float32)
+        if sign:
+            first, last = last, first
         code = torch.bucketize(first, bounds(values), out_int32=True)
         bound = bounds(values)[code.clamp(max=254)].view(torch.int32)
         crossed = torch.bucketize(last, bounds(values), out_int32=True) > code

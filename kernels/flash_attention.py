@@ -130,7 +130,8 @@ def _flash_fwd_kernel(
 ):  # fmt: skip
     """One program, BLOCK_M queries of one head. lse is kept in base 2: log2 Σ exp2(s·log2 e)."""
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
-    batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
+    batch = tl.program_id(0) // N_HEAD
+    head = tl.program_id(0) % N_HEAD
     row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # longest first, so that none starts last
     rows = row0 + tl.arange(0, BLOCK_M)
     starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
@@ -163,7 +164,8 @@ def _flash_dq_kernel(
 ):  # fmt: skip
     """One program, BLOCK_M queries of one head: their delta, which the next kernel reads, then their dq."""
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
-    batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
+    batch = tl.program_id(0) // N_HEAD
+    head = tl.program_id(0) % N_HEAD
     row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     dy = _load(dy_tiles, batch, head, row0)
@@ -198,10 +200,12 @@ def _flash_dkv_kernel(
     The tiles are transposed, (keys, queries): p and ds then leave one matmul in registers as the next one takes them.
     """
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
-    batch, kv_head = tl.program_id(0) // (N_HEAD // GROUP), tl.program_id(0) % (N_HEAD // GROUP)
+    batch = tl.program_id(0) // (N_HEAD // GROUP)
+    kv_head = tl.program_id(0) % (N_HEAD // GROUP)
     col0 = tl.program_id(1) * BLOCK_N  # the first keys have the most queries
     cols = col0 + tl.arange(0, BLOCK_N)
-    end, common = n_time, n_time  # the end of the queries that see any of the keys, and of those that see all
+    end = n_time  # of the queries that see any of the keys
+    common = n_time  # of the queries that see all of them
     if ends_ptr is not None:
         ends_ptr += batch.to(tl.int64) * n_time
         ends = tl.load(ends_ptr + cols, mask=cols < n_time, other=0)
@@ -313,7 +317,8 @@ def _backward(
     delta = _one_per_query(q)
     if lse.stride() != delta.stride():  # autograd hooks such as save_on_cpu may have changed the layout
         lse = _one_per_query(q).copy_(lse)
-    (block_m, block_n, constants), dkv_constants = _constants("dq", q), _constants("dkv", q)
+    block_m, block_n, constants = _constants("dq", q)
+    dkv_constants = _constants("dkv", q)
     q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
     _flash_dq_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
         _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(y, block_m), _tiles(dy, block_m),
@@ -364,21 +369,16 @@ def flash_attention(
     q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
     key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
     of the first token of its document (so they never decrease along T); None if each row is one document.
-    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. float64 on a GPU and
-    machines without Triton use plain PyTorch, which may hold the (T, T) scores.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError for another D. float64 on a GPU and machines without
+    Triton use plain PyTorch, which may hold the (T, T) scores.
     """
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (B, T, H, D) and twice (B, T, K, D)"
-        )
-    if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype")
-    if not q.shape[2] or not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
-    if q.shape[3] not in HEAD_SIZES:
-        raise ValueError(f"head size {q.shape[3]}: 16, 32, 64 and 128 are supported")
-    if starts is not None and (starts.shape != q.shape[:2] or starts.is_floating_point()):
-        raise ValueError(f"starts {tuple(starts.shape)} {starts.dtype}: expected integers {tuple(q.shape[:2])}")
+    n_batch, n_time, n_head, head_dim = q.shape
+    assert k.shape == v.shape == (n_batch, n_time, k.shape[2], head_dim), (q.shape, k.shape, v.shape)
+    assert q.dtype == k.dtype == v.dtype and q.is_floating_point(), (q.dtype, k.dtype, v.dtype)
+    assert n_head % k.shape[2] == 0, (n_head, k.shape[2])
+    assert starts is None or (starts.shape == q.shape[:2] and not starts.is_floating_point()), starts.shape
+    if head_dim not in HEAD_SIZES:
+        raise ValueError(f"head size {head_dim}: 16, 32, 64 and 128 are supported")
     if not use_triton(q) or (q.dtype == torch.float64 and q.is_cuda):
         return flash_attention_reference(q, k, v, starts)
     return _FlashAttention.apply(q, k, v, None if starts is None else starts.int().contiguous())

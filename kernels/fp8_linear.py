@@ -36,10 +36,11 @@ Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, magnitude, refuse_autocast, tl, triton, use_triton, whole_row
+from .launch import as_rows, magnitude, packed_rows, refuse_autocast, tl, triton, use_triton, whole_row
 from .linear import Linear, apply_projection, check_weight, replace_projections
 
-FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0
 TILE = 64  # a program transposes 64 x 64 bytes of a weight
 
 
@@ -82,15 +83,12 @@ def store_float8(x, out_ptr, scale_ptr, cols, mask):
 
 
 @triton.jit
-def _quantize_kernel(
-    x_ptr, x_row_stride, x_col_stride, factors_ptr, out_ptr, scales_ptr, n_cols,
-    FACTORS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _quantize_kernel(x_ptr, factors_ptr, out_ptr, scales_ptr, n_cols, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
     """One program, one row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
-    x = tl.load(x_ptr + row * x_row_stride + cols.to(tl.int64) * x_col_stride, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
         x *= tl.load(factors_ptr + cols, mask=mask, other=0.0)
     store_float8(x, out_ptr + row * n_cols, scales_ptr + row, cols, mask)
@@ -104,12 +102,13 @@ def empty_rows(shape, like: torch.Tensor, float8: bool) -> tuple[torch.Tensor, t
 
 
 def quantize(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., C) of any strides, times factors (C,) fp32 if given, as float8 (..., C) and fp32 scales (N, 1)."""
-    rows, (out, scales) = as_rows(x), empty_rows(x.shape, x, float8=True)
+    """x (..., C), times factors (C,) fp32 if given, as float8 (..., C) and fp32 scales (N, 1)."""
+    rows = packed_rows(x)
     n_rows, n_cols = rows.shape
+    out, scales = empty_rows(x.shape, x, float8=True)
     if n_rows:
         _quantize_kernel[(n_rows,)](
-            rows, *rows.stride(), rows if factors is None else factors, out, scales, n_cols,
+            rows, rows if factors is None else factors, out, scales, n_cols,
             FACTORS=factors is not None, **whole_row(n_cols),
         )  # fmt: skip
     return out, scales
@@ -218,25 +217,22 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
 
 
 def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """ValueError if float8 matmuls do not run for x and a weight of this shape. The reference runs everywhere."""
+    """Asserts that float8 matmuls run for x and a weight of this shape. The reference runs everywhere."""
     if not use_triton(x):
         return
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise ValueError("float8 needs a GPU of compute capability 8.9 or more: RTX 40, L4, L40S, H100 or newer")
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"x is {x.dtype}: float8 matmuls read and write bfloat16")
-    if shape[0] % 16 or shape[1] % 16:
-        raise ValueError(f"weight {tuple(shape)}: float8 matmuls need multiples of 16")
+    assert x.dtype == torch.bfloat16, f"x is {x.dtype}: float8 matmuls read and write bfloat16"
+    assert shape[0] % 16 == 0 and shape[1] % 16 == 0, f"weight {tuple(shape)}: float8 matmuls need multiples of 16"
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T, with float8 operands in forward and in the gradient of x (Micikevicius et al., 2022).
 
-    x (..., C) of any strides and weight (O, C), both bfloat16, C and O multiples of 16. Returns (..., O) bfloat16: for
-    random numbers ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W is as in bfloat16. A row
-    with a NaN or an infinity becomes NaN. ValueError for other dtypes and shapes, for GPUs before Ada (compute
-    capability 8.9), and under autocast. Without Triton the reference runs, in any dtype; its gradient of W is of the
-    rounded x.
+    x (..., C) and weight (O, C), both bfloat16, C and O multiples of 16. Returns (..., O) bfloat16: for random numbers
+    ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W is as in bfloat16. A row with a NaN or an
+    infinity becomes NaN. ValueError for GPUs before Ada (compute capability 8.9) and under autocast. Without Triton the
+    reference runs, in any dtype; its gradient of W is of the rounded x.
     """
     refuse_autocast(x)
     check_weight("weight", weight, x.shape[-1], x.dtype)

@@ -45,8 +45,11 @@ def _nf4_to_float8_kernel(
     A block's largest weight is 1 or -1 times its scale, so a row's float8 scale follows from those of its blocks. A row
     of zeros gets a different scale than from quantize, and is zero with either.
     """
-    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
-    all_blocks, in_rows = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = (row < n_rows)[:, None]
+    i = tl.arange(0, ALL)
+    all_blocks = row[:, None] * n_blocks + i[None, :]
+    in_rows = is_row & (i < n_blocks)[None, :]
     largest = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, all_blocks, in_rows, SCALE_BLOCK)
     largest = tl.where(in_rows, largest, 0.0).to(tl.bfloat16).to(tl.float32)
     scale = float8_scale(tl.max(magnitude(largest), axis=1))
@@ -54,16 +57,18 @@ def _nf4_to_float8_kernel(
     if first == 0:
         tl.store(scales_ptr + row, scale, mask=row < n_rows)
     for start in range(first, first + SPAN, BLOCKS):
-        j, col = start + tl.arange(0, BLOCKS), start * 64 + tl.arange(0, BLOCKS * 64)
-        block, inside = row[:, None] * n_blocks + j[None, :], (row < n_rows)[:, None] & (j < n_blocks)[None, :]
+        j = start + tl.arange(0, BLOCKS)
+        col = start * 64 + tl.arange(0, BLOCKS * 64)
+        block = row[:, None] * n_blocks + j[None, :]
+        inside = is_row & (j < n_blocks)[None, :]
         w = read_nf4(
             codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr,
             tl.reshape(block, (ROWS * BLOCKS,)), tl.reshape(inside, (ROWS * BLOCKS,)), SCALE_BLOCK, ROWS * BLOCKS,
         )  # fmt: skip
         w = tl.reshape(w, (ROWS, BLOCKS * 64)).to(tl.bfloat16).to(tl.float32)
         out = out_ptr + row[:, None] * out_row_stride + col.to(tl.int64)[None, :] * out_col_stride
-        stored = (row < n_rows)[:, None] & (col < n_blocks * 64)[None, :]
-        tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+        is_col = (col < n_blocks * 64)[None, :]
+        tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=is_row & is_col)
 
 
 # Opaque, as in nf4.py: torch.compile does not support enable_fp_fusion.
@@ -77,7 +82,8 @@ def nf4_to_float8(
     out (O, C) of any strides, C a multiple of 64, and scales (O, 1), contiguous; the others are NF4's parts.
     """
     values, _, scale_map = tables(codes.device)
-    n_rows, n_blocks = out.shape[0], out.shape[1] // BLOCK
+    n_rows = out.shape[0]
+    n_blocks = out.shape[1] // BLOCK
     span = triton.next_power_of_2(n_blocks)
     sizes = {"ALL": span, "ROWS": 1, "SPAN": span, "BLOCKS": min(span, 32), "num_warps": 1}
     if out.stride(1) != 1:  # transposed: a tile of 32 rows and 128 columns at a time

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .fp8_linear import empty_rows, float8_scale, store_float8
-from .launch import as_rows, magnitude, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
+from .launch import magnitude, packed_rows, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
 
 BLOCK = 1024  # elements of F per program; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
 
@@ -67,19 +67,21 @@ def _place(n_cols, SPAN: tl.constexpr):
     3% faster than sharing columns.
     """
     programs = tl.cdiv(n_cols, SPAN)
-    return (tl.program_id(0) // programs).to(tl.int64), (tl.program_id(0) % programs * SPAN).to(tl.int64)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first = tl.program_id(0) % programs * SPAN
+    return row, first
 
 
 @triton.jit
 def _glu_fwd_kernel(
-    x_ptr, x_row_stride, x_col_stride, y_ptr, scales_ptr, n_cols,
-    ACTIVATION: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr, y_ptr, scales_ptr, n_cols, ACTIVATION: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr
+):
     row, first = _place(n_cols, BLOCK)
     cols = first + tl.arange(0, BLOCK)
     mask = cols < n_cols
-    gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
-    up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
+    gate_ptrs = x_ptr + row * (2 * n_cols) + cols
+    gate = to_compute(tl.load(gate_ptrs, mask=mask, other=0.0))
+    up = to_compute(tl.load(gate_ptrs + n_cols, mask=mask, other=0.0))
     activated, _ = _activate(gate, ACTIVATION)
     y = (activated * up).to(x_ptr.dtype.element_ty)
     if FLOAT8:  # rounds y again, from the dtype it is otherwise stored in; one program has the whole row
@@ -90,8 +92,7 @@ def _glu_fwd_kernel(
 
 @triton.jit
 def _glu_bwd_kernel(
-    dy_ptr, dy_row_stride, dy_col_stride, x_ptr, x_row_stride, x_col_stride, dx_ptr, y_ptr,
-    factors_ptr, dx8_ptr, scales_ptr, n_cols,
+    dy_ptr, x_ptr, dx_ptr, y_ptr, factors_ptr, dx8_ptr, scales_ptr, n_cols,
     ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """A program handles SPAN columns, BLOCK at a time: one block, or the row for float8, whose scale is per row."""
@@ -100,12 +101,13 @@ def _glu_bwd_kernel(
     for i in range(0, SPAN, BLOCK):
         cols = first + i + tl.arange(0, BLOCK)
         mask = cols < n_cols
-        gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
-        up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
-        dy = to_compute(tl.load(dy_ptr + row * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
-        activated, slope = _activate(gate, ACTIVATION)
-        dgate, dup = (dy * up * slope).to(dx_ptr.dtype.element_ty), (dy * activated).to(dx_ptr.dtype.element_ty)
         at = row * (2 * n_cols) + cols
+        gate = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0))
+        up = to_compute(tl.load(x_ptr + at + n_cols, mask=mask, other=0.0))
+        dy = to_compute(tl.load(dy_ptr + row * n_cols + cols, mask=mask, other=0.0))
+        activated, slope = _activate(gate, ACTIVATION)
+        dgate = (dy * up * slope).to(dx_ptr.dtype.element_ty)
+        dup = (dy * activated).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + at, dgate, mask=mask)
         tl.store(dx_ptr + at + n_cols, dup, mask=mask)
         if NEED_Y:
@@ -120,7 +122,8 @@ def _glu_bwd_kernel(
         tl.debug_barrier()
         for i in range(0, 2 * SPAN, BLOCK):
             cols = i + tl.arange(0, BLOCK)
-            mask, at = cols < 2 * n_cols, row * (2 * n_cols) + cols
+            mask = cols < 2 * n_cols
+            at = row * (2 * n_cols) + cols
             dx = tl.load(dx_ptr + at, mask=mask).to(tl.float32) * tl.load(factors_ptr + cols, mask=mask)
             tl.store(dx8_ptr + at, (dx / scale).to(dx8_ptr.dtype.element_ty), mask=mask)
 
@@ -134,29 +137,31 @@ def glu_forward(gate_up, activation, float8=False):
     """Returns y, or with float8 (y8, scales) as fp8_linear.py's quantize would compute them."""
     n_cols = gate_up.shape[-1] // 2
     y, scales = empty_rows((*gate_up.shape[:-1], n_cols), gate_up, float8)
-    rows = as_rows(gate_up)
+    rows = packed_rows(gate_up)
     sizes = whole_row(n_cols) if float8 else _sizes(n_cols)
     _glu_fwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, sizes["BLOCK"]),)](
-        rows, *rows.stride(), y, scales if float8 else y, n_cols, ACTIVATION=activation, FLOAT8=float8, **sizes
+        rows, y, scales if float8 else y, n_cols, ACTIVATION=activation, FLOAT8=float8, **sizes
     )
     return (y, scales) if float8 else y
 
 
 def glu_backward(dy, gate_up, activation, need_y=False, factors=None, overwrite=False):
     """Returns the gradient of gate_up, and y again if need_y: the kernel has it in registers anyway and writes it over
-    dy, which must then be contiguous. overwrite: the gradient is written over gate_up, likewise.
+    dy, or a contiguous copy of it. overwrite: the gradient is written over gate_up, which must be contiguous.
 
     The last result is what fp8_linear.py's quantize would make of the gradient and factors (2F,), if given.
     """
     refuse_double_backward()
-    n_cols, float8 = dy.shape[-1], factors is not None
-    rows, dy_rows = as_rows(gate_up), as_rows(dy)
+    n_cols = dy.shape[-1]
+    float8 = factors is not None
+    rows = packed_rows(gate_up)
+    dy = dy.contiguous()
     dx = gate_up if overwrite else torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     dx8 = empty_rows(gate_up.shape, gate_up, float8) if float8 else None
     sizes = _sizes(n_cols, 2 * BLOCK if float8 else BLOCK)
     span = sizes["BLOCK"] * (triton.cdiv(n_cols, sizes["BLOCK"]) if float8 else 1)
     _glu_bwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, span),)](
-        dy_rows, *dy_rows.stride(), rows, *rows.stride(), dx, dy_rows, *((factors, *dx8) if float8 else (dx, dx, dx)),
+        dy, rows, dx, dy, *((factors, *dx8) if float8 else (dx, dx, dx)),
         n_cols, ACTIVATION=activation, NEED_Y=need_y, FLOAT8=float8, SPAN=span, **sizes,
     )  # fmt: skip
     return dx, dy if need_y else None, dx8
@@ -175,29 +180,22 @@ class _GLU(torch.autograd.Function):
         return glu_backward(dy, gate_up, ctx.activation)[0], None
 
 
-def _check(gate_up):
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns: gate and up need an even number")
-
-
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up for gate_up (..., 2F) = [gate, up] of any strides (Shazeer, 2020).
+    """silu(gate) · up for gate_up (..., 2F) = [gate, up] (Shazeer, 2020).
 
-    Returns (..., F) in gate_up's dtype, computed in fp32 (fp64 for fp64) and rounded once. ValueError for an odd width.
+    Returns (..., F) in gate_up's dtype, computed in fp32 (fp64 for fp64) and rounded once.
     """
-    _check(gate_up)
+    assert gate_up.shape[-1] % 2 == 0, gate_up.shape
     return _GLU.apply(gate_up, "silu") if use_triton(gate_up) else swiglu_reference(gate_up)
 
 
 def geglu(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """gelu(gate) · up for gate_up (..., 2F) = [gate, up] of any strides (Shazeer, 2020).
+    """gelu(gate) · up for gate_up (..., 2F) = [gate, up] (Shazeer, 2020).
 
     approximate: 'tanh' or 'none', as in torch.nn.functional.gelu. Returns (..., F) in gate_up's dtype, computed in
-    fp32 (fp64 for fp64) and rounded once. ValueError for an odd width or another approximation.
+    fp32 (fp64 for fp64) and rounded once.
     """
-    _check(gate_up)
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"approximate must be 'tanh' or 'none', got {approximate!r}")
+    assert gate_up.shape[-1] % 2 == 0 and approximate in ("tanh", "none"), (gate_up.shape, approximate)
     if not use_triton(gate_up):
         return geglu_reference(gate_up, approximate)
     return _GLU.apply(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

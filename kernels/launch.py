@@ -56,15 +56,21 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def packed_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., C) as (N, C), contiguous, as the kernels read it: a copy only if x is not, like an expanded gradient."""
+    return as_rows(x).contiguous()
+
+
 def whole_row(n_cols: int) -> dict:
-    """Launch constants for a program that holds a whole row of n_cols. ValueError if it would not fit.
+    """Launch constants for a program that holds a whole row of n_cols, 1 to 65,536.
 
     16 elements per thread up to 8,192 columns: with 32, fewer rows are in flight at once (H200).
     """
-    if not 1 <= n_cols <= 65536:
-        raise ValueError(f"rows of {n_cols} elements: 1 to 65,536 are supported")
+    assert 1 <= n_cols <= 65536, n_cols
     block = 1 << (n_cols - 1).bit_length()  # not by Triton's function: this check must also run without Triton
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16) if block <= 16384 else block // 2048}
+    if block > 16384:
+        return {"BLOCK": block, "num_warps": block // 2048}
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
 TUNED_WITH = 163 * 1024  # bytes of shared memory per program: an A100 has them, and no kernel takes more on Hopper
@@ -84,7 +90,9 @@ def loads_in_flight(stages: int, x: torch.Tensor) -> int:
     A program that needs more cannot launch. tests/test_kernels_compiled.py compiles for such GPUs; none was timed.
     """
     shared = shared_memory(x)
-    return min(stages, 4 if shared >= TUNED_WITH else 2 if shared >= 96 * 1024 else 1)
+    if shared >= TUNED_WITH:
+        return min(stages, 4)
+    return min(stages, 2) if shared >= 96 * 1024 else 1
 
 
 def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
@@ -101,7 +109,8 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_r
     rows = 16384 // (block * x.element_size())
     constants = {"ROWS": rows, "BLOCK": block, "STAGES": loads_in_flight(stages, x), "num_warps": 8}
     if not rows:
-        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": long_row_warps if block <= 16384 else 32}
+        warps = long_row_warps if block <= 16384 else 32
+        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": warps}
     return min(triton.cdiv(n_rows, constants["ROWS"]), programs), constants
 
 

@@ -43,7 +43,7 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight)
 
     def check(self, name: str, n_in: int, x: torch.Tensor):
-        """ValueError if inputs with n_in columns and the device and dtype of x cannot be projected."""
+        """Asserts that inputs with n_in columns and the device and dtype of x can be projected."""
         check_weight(name, self.weight, n_in, x.dtype)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -89,8 +89,8 @@ class Linear(nn.Linear):
 
 
 def check_weight(name, weight, n_in, dtype):
-    if weight.ndim != 2 or weight.shape[1] != n_in or weight.dtype != dtype:
-        raise ValueError(f"{name} {weight.dtype} {tuple(weight.shape)}: expected {dtype} (outputs, {n_in})")
+    fits = weight.ndim == 2 and weight.shape[1] == n_in and weight.dtype == dtype
+    assert fits, f"{name} {weight.dtype} {tuple(weight.shape)}: expected {dtype} (outputs, {n_in})"
 
 
 def product(dy, x, total=None, first=True):

@@ -34,7 +34,7 @@ from .cross_entropy import (
     cross_entropy_reference,
     losses_of_rows,
     losses_of_rows_reference,
-    n_live,
+    n_valid,
     reduce_loss,
 )
 from .launch import (
@@ -149,12 +149,12 @@ def _chunked_loss_fake(
 
 
 def _outputs(x, weight, need_dx, need_dweight, fp32_dweight):
-    n_tokens, wide = x.shape[0], compute_dtype(x)
-    return (
-        torch.empty(n_tokens, dtype=wide, device=x.device),
-        torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device),
-        torch.empty(weight.shape if need_dweight else 0, dtype=wide if fp32_dweight else x.dtype, device=x.device),
-    )
+    wide = compute_dtype(x)
+    losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
+    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+    dweight_dtype = wide if fp32_dweight else x.dtype
+    dweight = torch.empty(weight.shape if need_dweight else 0, dtype=dweight_dtype, device=x.device)
+    return losses, dx, dweight
 
 
 @triton.jit
@@ -194,7 +194,7 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction):
         losses, dlogits = _whole_loss(x, weight, targets, ignore_index, label_smoothing, z_loss)
-        divisor = n_live(targets, ignore_index) if reduction == "mean" else losses.new_ones(())
+        divisor = n_valid(targets, ignore_index) if reduction == "mean" else losses.new_ones(())
         ctx.save_for_backward(x, weight, dlogits, divisor)
         return losses.sum() / divisor
 
@@ -215,12 +215,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, fp32_dweight,
         overwrite_x,
     ):  # fmt: skip
-        options, (need_dx, need_dweight) = (ignore_index, label_smoothing, z_loss), ctx.needs_input_grad[:2]
+        options = ignore_index, label_smoothing, z_loss
+        need_dx, need_dweight = ctx.needs_input_grad[:2]
         over_x = overwrite_x and need_dx and x.is_contiguous()
         one = torch.ones((), dtype=compute_dtype(x), device=x.device)
-        divisor = n_live(targets, ignore_index) if reduction == "mean" else one
+        divisor = n_valid(targets, ignore_index) if reduction == "mean" else one
         # dW in the weight's dtype is rounded at each chunk anyway: the mean's 1/n goes in from the start.
-        scale, divisor_left = (one, divisor) if fp32_dweight else (1 / divisor.to(one.dtype), one)
+        scale = one if fp32_dweight else 1 / divisor.to(one.dtype)
         if over_x:
             losses, _, dweight = _outputs(x, weight, False, need_dweight, fp32_dweight)
             dx = x.detach()
@@ -228,8 +229,10 @@ class _ChunkedLoss(torch.autograd.Function):
         else:
             needed = chunk_tokens, need_dx, need_dweight, fp32_dweight
             losses, dx, dweight = _chunked_loss(x, weight, targets, *options, *needed, scale)
-        ctx.save_for_backward(dx, dweight, divisor_left)
-        ctx.weight_dtype, ctx.in_place = weight.dtype, (over_x or not fp32_dweight, not fp32_dweight)
+        ctx.save_for_backward(dx, dweight, divisor if fp32_dweight else one)
+        ctx.weight_dtype = weight.dtype
+        ctx.dx_in_place = over_x or not fp32_dweight
+        ctx.dweight_in_place = not fp32_dweight
         return losses.sum() / divisor
 
     @staticmethod
@@ -237,9 +240,9 @@ class _ChunkedLoss(torch.autograd.Function):
         refuse_double_backward()
         dx, dweight, divisor = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        scale, (dx_in_place, dweight_in_place) = dloss / divisor, ctx.in_place
-        dx = _scaled_gradient(dx, scale, dx.dtype, dx_in_place) if need_dx else None
-        dweight = _scaled_gradient(dweight, scale, ctx.weight_dtype, dweight_in_place) if need_dweight else None
+        scale = dloss / divisor
+        dx = _scaled_gradient(dx, scale, dx.dtype, ctx.dx_in_place) if need_dx else None
+        dweight = _scaled_gradient(dweight, scale, ctx.weight_dtype, ctx.dweight_in_place) if need_dweight else None
         return dx, dweight, *[None] * 8
 
 
@@ -273,8 +276,7 @@ def linear_cross_entropy(
     cross_entropy's. chunk_tokens: how many tokens' logits exist at once; None: as many as LOGITS_BYTES hold.
     Returns an fp32 scalar (fp64 for fp64): 0 with zero gradients if every target is ignored, NaN if one lies outside
     [0, V). The logits are rounded to x's dtype; softmax and loss are fp32, and dW is summed in fp32 over the chunks and
-    rounded once. Gradients are computed only for what requires them. ValueError for invalid shapes or options, and
-    under autocast.
+    rounded once. Gradients are computed only for what requires them. ValueError under autocast.
 
     fp32_dweight=False saves the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (with four
     chunks its error is 1.6 times that of one rounding) and divided by the mean's n from the start, and backward scales
@@ -283,21 +285,14 @@ def linear_cross_entropy(
     once. Without Triton, plain PyTorch runs, in chunks of at most PLAIN_LOGITS logits.
     """
     refuse_autocast(x)
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
-        raise ValueError(
-            f"x {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)}: "
-            "expected (N, C) and (V, C) of one dtype"
-        )
-    if targets.ndim != 1:
-        raise ValueError(f"targets {tuple(targets.shape)}: expected ({x.shape[0]},)")
+    assert x.ndim == 2 and weight.shape == (weight.shape[0], x.shape[1]), (x.shape, weight.shape)
+    assert x.dtype == weight.dtype and targets.ndim == 1, (x.dtype, weight.dtype, targets.shape)
     check_options(x.shape[0], targets, label_smoothing, z_loss, reduction, ("mean", "sum"))
-    targets = targets.long()
+    targets = targets.long().contiguous()
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(weight.shape[0], x.element_size())
-    elif chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    if not fp32_dweight and x.dtype == torch.float16:
-        raise ValueError("fp32_dweight=False does not work in float16, which cannot hold the sum of dW over the chunks")
+    assert chunk_tokens >= 1, chunk_tokens
+    assert fp32_dweight or x.dtype != torch.float16, "float16 cannot hold the sum of dW over the chunks"
     options = ignore_index, label_smoothing, z_loss
     if not use_triton(x):
         if x.shape[0] * weight.shape[0] <= PLAIN_LOGITS:

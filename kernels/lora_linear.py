@@ -70,9 +70,8 @@ class LoRALinear(Linear):
         return self.scale * torch.cat(parts, dim=-1)
 
     def check(self, name, n_in, x):
-        if self.in_features != n_in or self.lora_a.dtype != x.dtype:
-            found = f"({self.out_features}, {self.in_features}) with adapters in {self.lora_a.dtype}"
-            raise ValueError(f"{name} {found}: expected {x.dtype} (outputs, {n_in})")
+        assert self.in_features == n_in, f"{name} has {self.in_features} columns: expected {n_in}"
+        assert self.lora_a.dtype == x.dtype, f"adapters in {self.lora_a.dtype}: expected {x.dtype}"
 
     def tensors(self):
         return *(getattr(self, name) for name in self.held), self.lora_a, self.lora_b

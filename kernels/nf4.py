@@ -47,7 +47,9 @@ def values_on(device: torch.device) -> torch.Tensor:
 
 
 def _quantize_codes_reference(weight):
-    values, codes, absmax = values_on(weight.device), [], []
+    values = values_on(weight.device)
+    codes = []
+    absmax = []
     for chunk in weight.reshape(-1).split(CHUNK):
         blocks = chunk.float().view(-1, BLOCK)
         absmax.append(blocks.abs().amax(dim=1))
@@ -121,7 +123,8 @@ def read_nf4(
     byte = tl.load(codes_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=mask[:, None], other=0)
     scale = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK)
     # Looked up by shuffles between the threads of a warp, each of which holds one of the 16 values.
-    values, code = tl.load(values_ptr + tl.arange(0, 16)), tl.reshape(byte, (BLOCKS * 32,)).to(tl.int32)
+    values = tl.load(values_ptr + tl.arange(0, 16))
+    code = tl.reshape(byte, (BLOCKS * 32,)).to(tl.int32)
     pairs = tl.join(tl.gather(values, code >> 4, axis=0), tl.gather(values, code & 15, axis=0))
     return tl.reshape(pairs, (BLOCKS, 64)) * scale[:, None]
 
@@ -140,16 +143,6 @@ def _dequantize_nf4_kernel(
     tl.store(out, w.to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
-def _check_weight(weight):
-    if weight.numel() % BLOCK or not weight.numel() or weight.shape[-1] % 2:
-        raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} has {weight.numel():,} elements: NF4 needs whole blocks of "
-            f"{BLOCK}, and an even last dimension"
-        )
-    if not weight.is_contiguous():
-        raise ValueError(f"weight has strides {weight.stride()}: NF4 needs a contiguous weight")
-
-
 def _quantize_codes(weight):
     if not use_triton(weight):
         return _quantize_codes_reference(weight)
@@ -166,9 +159,10 @@ def _quantize_codes(weight):
 def quantize_nf4(weight: torch.Tensor) -> NF4:
     """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes per element.
 
-    weight (..., C): bf16, fp16 or fp32, contiguous, a multiple of 64 elements, C even. ValueError for other shapes.
+    weight (..., C): bf16, fp16 or fp32, contiguous, a multiple of 64 elements, C even.
     """
-    _check_weight(weight)
+    assert weight.numel() > 0 and weight.numel() % BLOCK == 0 and weight.shape[-1] % 2 == 0, weight.shape
+    assert weight.is_contiguous(), weight.stride()
     return _with_scales(*_quantize_codes(weight))
 
 
@@ -192,17 +186,14 @@ def dequantize_nf4(weight: NF4, out: torch.Tensor | None = None) -> torch.Tensor
     """The weight (..., C) = values[code] · scale, rounded once (Dettmers et al., 2023).
 
     out: where to write it, any floating dtype, contiguous; None: a new bf16 tensor. Returns out. Runs under
-    torch.compile and in a captured CUDA graph. ValueError if the parts or out do not fit each other.
+    torch.compile and in a captured CUDA graph.
     """
     codes, scale_codes, scale_absmax, offset = weight
     out = _empty_weight(codes) if out is None else out
-    blocks = out.numel() // BLOCK
-    expected = 2 * codes.numel(), blocks, -(-blocks // SCALE_BLOCK), 1
-    found = out.numel(), scale_codes.numel(), scale_absmax.numel(), offset.numel()
-    if found != expected or not all(x.is_contiguous() for x in (out, codes, scale_codes, scale_absmax)):
-        raise ValueError(
-            f"out, scale_codes, scale_absmax and offset have {found} elements, expected {expected} for codes of shape "
-            f"{tuple(codes.shape)}, all contiguous"
-        )
+    n_blocks = out.numel() // BLOCK
+    n_scales = -(-n_blocks // SCALE_BLOCK)
+    assert out.numel() == 2 * codes.numel() and scale_codes.numel() == n_blocks, (out.shape, codes.shape, n_blocks)
+    assert scale_absmax.numel() == n_scales and offset.numel() == 1, (scale_absmax.shape, n_scales, offset.shape)
+    assert all(x.is_contiguous() for x in (out, codes, scale_codes, scale_absmax))
     _dequantize(codes, scale_codes, scale_absmax, offset, out)
     return out

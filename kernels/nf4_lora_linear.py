@@ -40,14 +40,16 @@ class NF4LoRALinear(LoRALinear):
     def quantize(self, weight):
         matrices = [quantize_nf4(matrix) for matrix in weight.split(self.rows)]
         codes, scale_codes, scale_absmax, offset = zip(*matrices, strict=True)
-        codes, scale_codes = torch.cat(codes).view(self.codes_dtype), torch.cat(scale_codes).view(self.codes_dtype)
+        codes = torch.cat(codes).view(self.codes_dtype)
+        scale_codes = torch.cat(scale_codes).view(self.codes_dtype)
         return codes, scale_codes, torch.cat(scale_absmax), torch.stack(offset)
 
     def matrices(self, codes, scale_codes, scale_absmax, offset):
         """The packed matrices, each with its own scales."""
         n_blocks = [n_out * self.in_features // BLOCK for n_out in self.rows]
         n_scales = [-(-n // SCALE_BLOCK) for n in n_blocks]
-        codes, scale_codes = (x.view(torch.uint8).split(n) for x, n in ((codes, self.rows), (scale_codes, n_blocks)))
+        codes = codes.view(torch.uint8).split(self.rows)
+        scale_codes = scale_codes.view(torch.uint8).split(n_blocks)
         return map(NF4, codes, scale_codes, scale_absmax.split(n_scales), offset)
 
     def read_weight(self, like, *held):

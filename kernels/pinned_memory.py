@@ -17,14 +17,16 @@ NEVER_FREED = []
 class _Pages(mmap.mmap):
     """Memory that stays pinned while any tensor uses it; the tensors keep this object alive."""
 
-    address = device = None
+    address = None
+    device = None
 
     def pin(self, address: int, n_bytes: int) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0)):
             with contextlib.suppress(Exception):  # absorb the error: CUDA reports it again in the next call
                 torch.zeros(1, device="cuda")
             return False
-        self.address, self.device = address, torch.cuda.current_device()
+        self.address = address
+        self.device = torch.cuda.current_device()
         return True
 
     def __del__(self):

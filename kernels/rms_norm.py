@@ -21,8 +21,8 @@ import torch
 
 from .fp8_linear import empty_rows, store_float8
 from .launch import (
-    as_rows,
     compute_dtype,
+    packed_rows,
     refuse_double_backward,
     row_tiles,
     sum_rows,
@@ -47,28 +47,23 @@ def add_rms_norm_reference(x, delta, weight, eps=1e-5, overwrite_dy=False):
 
 @triton.jit
 def _rms_norm_fwd_kernel(
-    x_ptr, x_row_stride, x_col_stride,
-    delta_ptr, delta_row_stride, delta_col_stride,
-    weight_ptr, weight_stride,
-    y_ptr, scales_ptr, total_ptr, rstd_ptr,
-    n_cols,
+    x_ptr, delta_ptr, weight_ptr, y_ptr, scales_ptr, total_ptr, rstd_ptr, n_cols,
     EPS: tl.constexpr, ADD: tl.constexpr, NEED_Y: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row. With ADD the sum stays in registers; without, x is read again from the cache."""
     KEEP: tl.constexpr = "" if ADD else "evict_last"
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
-    x_ptrs = x_ptr + row * x_row_stride + cols * x_col_stride
-    x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy=KEEP))
+    at = row * n_cols + cols
+    x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP))
     # Loaded here, so that it arrives while the row is summed.
-    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0, eviction_policy=KEEP)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0, eviction_policy=KEEP)
     if ADD:
-        delta_ptrs = delta_ptr + row * delta_row_stride + cols * delta_col_stride
-        x += to_compute(tl.load(delta_ptrs, mask=mask, other=0.0))
+        x += to_compute(tl.load(delta_ptr + at, mask=mask, other=0.0))
         # Norm the sum as stored, not as computed: the backward pass will read it back rounded.
         rounded = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * n_cols + cols, rounded, mask=mask)
+        tl.store(total_ptr + at, rounded, mask=mask)
         x = to_compute(rounded)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
     tl.store(rstd_ptr + row, rstd)
@@ -76,22 +71,17 @@ def _rms_norm_fwd_kernel(
         if not ADD:
             # Read again, not kept: that frees registers for more rows in flight. The eviction policy differs, or the
             # compiler would merge the two loads.
-            x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
+            x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first"))
         y = (x * rstd * to_compute(weight)).to(x_ptr.dtype.element_ty)
         if FLOAT8:  # rounds y again, from the dtype it is otherwise stored in
             store_float8(y.to(tl.float32), y_ptr + row * n_cols, scales_ptr + row, cols, mask)
         else:
-            tl.store(y_ptr + row * n_cols + cols, y, mask=mask)
+            tl.store(y_ptr + at, y, mask=mask)
 
 
 @triton.jit
 def _rms_norm_bwd_kernel(
-    dy_ptr, dy_row_stride, dy_col_stride,
-    dtotal_ptr, dtotal_row_stride, dtotal_col_stride,
-    x_ptr, x_row_stride, x_col_stride,
-    weight_ptr, weight_stride,
-    rstd_ptr, dx_ptr, dweight_ptr, y_ptr,
-    n_rows, n_cols,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, y_ptr, n_rows, n_cols,
     ADD: tl.constexpr, NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_Y: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -99,32 +89,31 @@ def _rms_norm_bwd_kernel(
 
     The shares go to dweight_ptr (programs, C). The caller adds them in a fixed order, so a run repeats.
     """
-    cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    weight_ptrs = weight_ptr + cols * weight_stride
+    cols = tl.arange(0, BLOCK)[None, :]
     HOLD_WEIGHT: tl.constexpr = BLOCK <= 8192  # a longer one would take registers that the row needs
     if HOLD_WEIGHT:
-        weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
+        weight = to_compute(tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0))
     dweight = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
-        dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
-        x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+        at = rows * n_cols + cols
+        dy = to_compute(tl.load(dy_ptr + at, mask=mask, other=0.0))
+        x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0))
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
         if not HOLD_WEIGHT:
-            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
+            weight = to_compute(tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0))
         x_hat = x * rstd
         if NEED_DWEIGHT:
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
         if NEED_Y:
-            tl.store(y_ptr + rows * n_cols + cols, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + at, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
         if NEED_DX:
             dx_hat = dy * weight
             dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
             if ADD:
-                dtotal_ptrs = dtotal_ptr + rows * dtotal_row_stride + cols * dtotal_col_stride
-                dx += to_compute(tl.load(dtotal_ptrs, mask=mask, other=0.0))
-            tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                dx += to_compute(tl.load(dtotal_ptr + at, mask=mask, other=0.0))
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
 
@@ -135,14 +124,13 @@ def rms_norm_forward(x, delta, weight, eps, need_y=True, float8=False):
     float8: instead of y, returns (y8, scales) as fp8_linear.py's quantize would compute them.
     """
     add = delta is not None
+    rows = packed_rows(x)
+    n_rows, n_cols = rows.shape
     y, scales = empty_rows(x.shape, x, float8) if need_y else (None, None)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else x
-    x_rows = as_rows(x)
-    delta_rows = as_rows(delta) if add else x_rows
-    n_rows, n_cols = x_rows.shape
     rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
     _rms_norm_fwd_kernel[(n_rows,)](
-        x_rows, *x_rows.stride(), delta_rows, *delta_rows.stride(), weight, *weight.stride(),
+        rows, packed_rows(delta) if add else rows, weight.contiguous(),
         y if need_y else rstd, rstd if scales is None else scales, total, rstd, n_cols,
         EPS=eps, ADD=add, NEED_Y=need_y, FLOAT8=float8, **whole_row(n_cols),
     )  # fmt: skip
@@ -156,18 +144,19 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     """
     refuse_double_backward()
     add = dtotal is not None
-    dy_rows, x_rows = as_rows(dy), as_rows(x)
-    dtotal_rows = as_rows(dtotal) if add else dy_rows
-    n_rows, n_cols = x_rows.shape
+    rows = packed_rows(x)
+    dy_rows = packed_rows(dy)
+    n_rows, n_cols = rows.shape
     # A third row to read needs more loads in flight: at 16,384 columns 0.93 of the copy rate instead of 0.85.
     programs, constants = row_tiles(n_rows, n_cols, x, long_row_warps=32 if add else 16)
-    dx = (dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)) if need_dx else None
+    dx = None
+    if need_dx:
+        dx = dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](
-        dy_rows, *dy_rows.stride(), dtotal_rows, *dtotal_rows.stride(),
-        x_rows, *x_rows.stride(), weight, *weight.stride(),
-        rstd, dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
+        dy_rows, packed_rows(dtotal) if add else dy_rows, rows, weight.contiguous(), rstd,
+        dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
         ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
     )  # fmt: skip
     return dx, sum_rows(dweight, weight.dtype) if need_dweight else None, y
@@ -193,21 +182,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def check_norm(x, delta, weight):
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) for x {tuple(x.shape)}")
-    if delta is not None and (x.shape != delta.shape or x.dtype != delta.dtype):
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)} and delta {delta.dtype} {tuple(delta.shape)}: they must agree"
-        )
-    whole_row(x.shape[-1])  # raises if a row is too long
+    assert weight.shape == x.shape[-1:], (weight.shape, x.shape)
+    assert delta is None or (x.shape == delta.shape and x.dtype == delta.dtype), (x.shape, delta.shape)
+    whole_row(x.shape[-1])  # asserts that a row is not too long
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, overwrite_dy: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, 2019).
 
-    x (..., C) of any strides, weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
-    Computed in fp32 (fp64 for fp64) and rounded once. overwrite_dy: backward may write the gradient of x over that of
-    y: only if nothing else reads it. ValueError if weight does not fit x.
+    x (..., C), weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous. Computed in fp32 (fp64
+    for fp64) and rounded once. overwrite_dy: backward may write the gradient of x over that of y: only if nothing else
+    reads it.
     """
     check_norm(x, None, weight)
     return _RMSNorm.apply(x, None, weight, eps, overwrite_dy) if use_triton(x) else rms_norm_reference(x, weight, eps)
@@ -218,9 +203,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + delta), x + delta) in one pass, and one pass backward.
 
-    x and delta (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm takes
-    the rounded sum, so the result equals that of two separate operations. overwrite_dy: as for rms_norm. ValueError if
-    shapes or dtypes do not fit.
+    x and delta (..., C) of one dtype, weight (C,); returns two (..., C) in x's dtype. The norm takes the rounded sum,
+    so the result equals that of two separate operations. overwrite_dy: as for rms_norm.
     """
     check_norm(x, delta, weight)
     if use_triton(x):

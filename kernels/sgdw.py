@@ -55,18 +55,17 @@ def sgdw(
 
     parameter and direction: one shape, any floating dtypes. w: the fp32 master weights, which may be parameter itself;
     or, if parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32, first the scale of the
-    gradients (if it is not finite, nothing changes), then the learning rate. ValueError if a tensor does not fit.
+    gradients (if it is not finite, nothing changes), then the learning rate.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    shape = parameter.shape
-    must_fit(parameter=(parameter, shape, parameter.dtype), direction=(direction, shape, direction.dtype))
-    must_fit(w=(w, shape, torch.int16 if halves else torch.float32))
-    if step_scalars.ndim != 1 or len(step_scalars) < 2 or step_scalars.dtype != torch.float32:
-        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)}"
-        raise ValueError(f"step_scalars is {found}: expected float32, the scale and the learning rate first")
+    must_fit(parameter, parameter.shape)
+    must_fit(direction, parameter.shape)
+    must_fit(w, parameter.shape, torch.int16 if halves else torch.float32)
+    assert step_scalars.ndim == 1 and len(step_scalars) >= 2 and step_scalars.dtype == torch.float32, step_scalars
     if not use_triton(parameter):
         return sgdw_reference(parameter, direction, w, step_scalars, factor, weight_decay)
-    n, block = parameter.numel(), 1024  # as in adamw.py
+    n = parameter.numel()
+    block = 1024  # as in adamw.py
     _sgdw_kernel[(triton.cdiv(n, block),)](
         parameter.view(torch.int16) if halves else parameter, direction, w, step_scalars, n, factor, weight_decay,
         HALVES=halves, APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,

@@ -41,7 +41,8 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
 
     The model sees the end of a row longer than the context. ValueError if the tokens to predict do not fit into that.
     """
-    context, device = model.config.block_size, model.tok_embeddings.weight.device
+    context = model.config.block_size
+    device = model.tok_embeddings.weight.device
     for tokens, predicted in rows:
         require_in_vocabulary([tokens], model)
         if any(predicted[: max(len(tokens) - context, 1)]):
@@ -56,15 +57,16 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         # Pad on the right: causal attention never looks there.
         padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch], device=device)
         predicted = torch.tensor([each + [False] * (longest - len(each)) for _, each in batch], device=device)[:, 1:]
-        x, targets = model.hidden(padded[:, :-1])[predicted], padded[:, 1:][predicted]  # (N, C), (N,)
-        found = []
+        x = model.hidden(padded[:, :-1])[predicted]  # (N, C)
+        targets = padded[:, 1:][predicted]  # (N,)
+        scores = []  # (n, 2) of each chunk: log p of the target, and of the likeliest token
         for x_chunk, targets_chunk in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = model.lm_head(x_chunk)
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             of_targets = log_p.gather(-1, targets_chunk[:, None])[:, 0]
-            found.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
-        for scores in torch.cat(found).split(predicted.sum(1).tolist()):
-            yield scores[:, 0], torch.equal(scores[:, 0], scores[:, 1])
+            scores.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
+        for of_row in torch.cat(scores).split(predicted.sum(1).tolist()):
+            yield of_row[:, 0], torch.equal(of_row[:, 0], of_row[:, 1])
 
 
 def windows(ids: list[int], window: int) -> Iterator[Row]:
@@ -115,9 +117,12 @@ def evaluate_answers(
 def evaluate_choices(
     model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
 ) -> dict[str, str]:
-    rows, answers = [], []
+    rows = []
+    answers = []
     for where, item in items:
-        ctx, endings, label = field(where, item, "ctx", str), field(where, item, "endings", list), item.get("label")
+        ctx = field(where, item, "ctx", str)
+        endings = field(where, item, "endings", list)
+        label = item.get("label")
         if item.keys() >= {"activity_label", "ctx_a", "ctx_b"}:
             activity, first, last = (field(where, item, name, str) for name in ("activity_label", "ctx_a", "ctx_b"))
             ctx = without_headings(f"{activity}: {first} {last.capitalize()}")
@@ -134,7 +139,8 @@ def evaluate_choices(
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
         answers.append((endings, int(label)))
     totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
-    right = normalised = 0
+    right = 0
+    normalised = 0
     for endings, label in answers:
         log_p = [next(totals) for _ in endings]
         by_length = [x / len(ending) for x, ending in zip(log_p, endings, strict=True)]
@@ -164,10 +170,10 @@ def refuse(sentence: str) -> None:
 
 def field(where: str, row: dict, name: str, kind: type) -> Any:
     """The value of row[name]. ValueError if it is missing or of another type."""
-    found = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"{where} has {found!r:.40} as {name}: expected a {kind.__name__}")
-    return found
+    value = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} has {value!r:.40} as {name}: expected a {kind.__name__}")
+    return value
 
 
 def evaluate_file(

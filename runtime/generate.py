@@ -20,7 +20,8 @@ from runtime.device import CUDAGraph, send_to_cpu
 
 def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:
     """One cache per layer, with n_positions per row: empty, or with the first n_kept of old, which it frees."""
-    c, weight = model.config, model.tok_embeddings.weight
+    c = model.config
+    weight = model.tok_embeddings.weight
     shape = n_batch, n_positions, c.n_kv_head, c.head_dim
     lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)
     tables = rope_tables(c, 0, n_positions, weight.device, torch.promote_types(weight.dtype, torch.float32))
@@ -37,32 +38,38 @@ def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_k
 class PrefixCache:
     """The caches of one text, for the next call of generate(): it reads only what follows the common prefix."""
 
-    caches, text = (), ()  # the caches hold as many tokens of the text as their lengths say
+    caches = ()
+    text = ()  # the caches hold as many of its tokens as their lengths say
 
     def take(self, model: Llama, texts: list[list[int]], n_positions: int) -> tuple[list[KVCache], int]:
         """Caches of n_positions for texts, and how many tokens of texts[0] they hold: never its last, which is read."""
-        n_held = int(self.caches[0].lengths[0]) if self.caches else 0
-        same = [old == new for old, new in zip(self.text[:n_held], texts[0][:-1], strict=False)]
-        n_kept = [*same, False].index(False)
-        old, self.caches = self.caches if n_kept else (), ()  # freed now, or layer by layer
-        self.caches, self.text = new_caches(model, len(texts), n_positions, old, n_kept), texts[0]
-        return self.caches, n_kept
+        n_cached = int(self.caches[0].lengths[0]) if self.caches else 0
+        same = [old == new for old, new in zip(self.text[:n_cached], texts[0][:-1], strict=False)]
+        n_shared = [*same, False].index(False)
+        old = self.caches if n_shared else ()
+        self.caches = ()  # freed now, or layer by layer
+        self.caches = new_caches(model, len(texts), n_positions, old, n_shared)
+        self.text = texts[0]
+        return self.caches, n_shared
 
 
 def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]], start: int = 0) -> torch.Tensor:
     """Fill the caches with the prompts; start: how many tokens of a single prompt they hold already. Returns the logits
     (B, V) after each prompt, in fp32.
     """
-    device, lengths = caches[0].lengths.device, [len(prompt) for prompt in prompts]
+    device = caches[0].lengths.device
+    lengths = [len(prompt) for prompt in prompts]
     different = list(dict.fromkeys(map(tuple, prompts)))  # a prompt that is sampled several times is read once
-    n, rows = len(different), torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
+    n = len(different)
+    rows = torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
     tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
     caches[0].lengths.fill_(start)
     first_rows = [cache._replace(k=cache.k[:n], v=cache.v[:n], lengths=cache.lengths[:n]) for cache in caches]
     x = model.hidden(tokens[:, start:], caches=first_rows)  # (n, T, C)
-    for cache in caches if n < len(prompts) else []:
-        cache.k.copy_(cache.k[rows])
-        cache.v.copy_(cache.v[rows])
+    if n < len(prompts):
+        for cache in caches:
+            cache.k.copy_(cache.k[rows])
+            cache.v.copy_(cache.v[rows])
     caches[0].lengths.copy_(torch.tensor(lengths))
     return model.lm_head(x[rows, caches[0].lengths - 1 - start]).float()
 
@@ -78,7 +85,8 @@ def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> to
 
 def require_in_vocabulary(rows: Iterable[list[int]], model: Llama) -> None:
     """ValueError for a token that the embedding has no row for: on a GPU that would be a device-side assertion."""
-    if (largest := max(map(max, rows))) >= model.config.vocab_size:
+    largest = max(map(max, rows))
+    if largest >= model.config.vocab_size:
         raise ValueError(f"the tokenizer gives token {largest}, but the model has {model.config.vocab_size:,} tokens")
 
 
@@ -101,24 +109,27 @@ def generate(
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
     require_in_vocabulary(prompts, model)
-    block_size, device = model.config.block_size, model.tok_embeddings.weight.device
-    texts, running = [list(prompt[-block_size:]) for prompt in prompts], [True] * len(prompts)
+    block_size = model.config.block_size
+    on_gpu = model.tok_embeddings.weight.is_cuda
+    texts = [list(prompt[-block_size:]) for prompt in prompts]
+    running = [True] * len(prompts)
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
     caches, start = (prefix or PrefixCache()).take(model, texts, n_positions)
     step = partial(decode_step, model, caches)
     # A step is about 200 kernels of a few microseconds: launching them takes longer than running them.
-    step = CUDAGraph(step) if device.type == "cuda" and model.how.kernels != "none" else step
-    # On a GPU the next step is queued before the CPU looks at this one's tokens.
-    on_their_way, ahead = deque(), int(device.type == "cuda")
+    if on_gpu and model.how.kernels != "none":
+        step = CUDAGraph(step)
+    pending = deque()  # drawn tokens on their way to the CPU. A GPU has the next step queued before the CPU sees them
 
-    def arrived():
-        for i, token in enumerate(on_their_way.popleft()()):
+    def next_tokens():
+        for i, token in enumerate(pending.popleft()()):
             running[i] &= token not in eos
             if running[i]:
                 texts[i].append(token)
         return [text[-1] if runs else None for text, runs in zip(texts, running, strict=True)]
 
-    tokens, longest = None, n_positions  # longest: of the rows in the caches; n_positions makes it read the prompts
+    tokens = None
+    longest = n_positions  # of the rows in the caches; the first time it makes the loop read the prompts
     for _ in range(max_new_tokens):
         if longest == n_positions:
             caches[0].lengths.zero_()  # first: Ctrl-C must not leave a prefix whose caches are another text's
@@ -126,17 +137,21 @@ def generate(
                 if len(text) > block_size or not runs:
                     # Keep one token of a row that has ended: if full, it would have all rows read again at every token.
                     del text[: -(block_size // 2 + 1) if runs else -1]
-            logits, longest, start = read_prompts(model, caches, texts, start), max(map(len, texts)), 0
+            logits = read_prompts(model, caches, texts, start)
+            longest = max(map(len, texts))
+            start = 0
         else:
-            logits, longest = step(tokens), longest + 1
+            logits = step(tokens)
+            longest += 1
         tokens = sample(logits, **sampling)  # (B,)
-        on_their_way.append(send_to_cpu(tokens))
-        while len(on_their_way) > (ahead if longest < n_positions else 0):  # if full, the texts are read again
-            yield arrived()
+        pending.append(send_to_cpu(tokens))
+        n_ahead = int(on_gpu and longest < n_positions)  # if the caches are full, the texts are read again
+        while len(pending) > n_ahead:
+            yield next_tokens()
         if not any(running):
             return
-    while on_their_way:
-        yield arrived()
+    while pending:
+        yield next_tokens()
 
 
 def sample(
@@ -157,8 +172,9 @@ def sample(
         raise ValueError(f"top_p {top_p} and min_p {min_p}: must be in (0, 1] and in [0, 1]")
     if temperature < 1e-6:  # below it logits could overflow
         return logits.argmax(-1)
-    logits, n_vocab = logits / temperature, logits.shape[-1]
+    logits = logits / temperature
     if top_k is not None or top_p is not None:
+        n_vocab = logits.shape[-1]
         likeliest, order = logits.topk(min(top_k or n_vocab, n_vocab))  # in descending order
         probabilities = likeliest.softmax(-1)
         if top_p is not None:
@@ -189,23 +205,25 @@ class RowText:
     """The text of one row, from ids: whole characters, up to the first stop string or the row's end."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: Collection[str]):
-        self.stream, self.stop, self.held, self.ended = TextStream(tokenizer, prompt), stop, "", False
+        self.stream = TextStream(tokenizer, prompt)
+        self.stop = stop
+        self.uncertain = ""  # perhaps the beginning of a stop string
+        self.ended = False
 
     def add(self, token: int | None) -> str:
         """Add an id, or None for the end of the row; return the text that has become certain."""
         if self.ended:
             return ""
         self.ended = token is None
-        held = self.held + (self.stream.end() if token is None else self.stream.add(token))
-        found = [held.find(stop) for stop in self.stop if stop in held]
-        if found:
-            self.ended, certain = True, min(found)
-        else:
-            # The end of the text may be the beginning of a stop string: hold it back.
-            begins = [n for stop in self.stop for n in range(1, len(stop)) if held.endswith(stop[:n])]
-            certain = len(held) - max(begins, default=0) * (token is not None)
-        self.held = held[certain:]
-        return held[:certain]
+        text = self.uncertain + (self.stream.end() if self.ended else self.stream.add(token))
+        stops = [text.find(stop) for stop in self.stop if stop in text]
+        if stops:
+            self.ended = True
+            return text[: min(stops)]
+        begun = [n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        n_certain = len(text) if self.ended else len(text) - max(begun, default=0)
+        self.uncertain = text[n_certain:]
+        return text[:n_certain]
 
 
 def generate_text(

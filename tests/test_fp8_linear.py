@@ -5,7 +5,6 @@ On a GPU with its tensor cores (Ada, Hopper or newer), without one in the interp
 
 import functools
 import math
-import re
 from functools import partial
 
 import pytest
@@ -29,7 +28,6 @@ from test_kernels import (
     Norm,
     assert_same,
     needs_gpu,
-    one_at_a_time,
     relative_error,
     run,
     widened,
@@ -48,12 +46,11 @@ pytestmark = needs_fp8 = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 19), (33, 48), (40, 1000)])
-@pytest.mark.parametrize("restride", ["contiguous", "transposed", "sliced"])
 @pytest.mark.parametrize("with_factors", [False, True])
-def test_rows_are_rounded_to_float8_with_a_scale_per_row(shape, restride, with_factors):
+def test_rows_are_rounded_to_float8_with_a_scale_per_row(shape, with_factors):
     n_rows, n_cols = shape
     x = randn(*shape) * torch.logspace(-3, 3, n_rows, device=DEVICE)[:, None].to(BF16)
-    x = {"contiguous": x, "transposed": x.T.contiguous().T, "sliced": torch.cat([x, x], 1)[:, :n_cols]}[restride]
+    x = x.T.contiguous().T if with_factors else x
     factors = torch.rand(n_cols, device=DEVICE) if with_factors else None
     (x8, scales), (expected8, expected_scales) = quantize(x, factors), quantize_reference(x, factors)
     assert torch.equal(scales, expected_scales)
@@ -76,13 +73,6 @@ def test_a_row_with_nan_or_inf_becomes_nan_and_an_outlier_too_changes_no_other(p
     assert y[2].isnan().all() == (not math.isfinite(poison)) and torch.equal(y[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
 
 
-@one_at_a_time
-def test_row_offsets_pass_2_to_the_31():
-    x = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE).as_strided((4, 64), (2**30, 1))
-    x.copy_(randn(4, 64))
-    assert torch.equal(quantize(x)[1], quantize_reference(x)[1])
-
-
 def norm(x, float8):
     return rms_norm_forward(x, None, x[0].exp(), 1e-5, float8=float8)[0]
 
@@ -96,14 +86,11 @@ def product(x, float8):
 
 
 @pytest.mark.parametrize("function", [norm, norm_of_a_sum, product])
-@pytest.mark.parametrize("width", [6, 96, 2048, 5000])
-@pytest.mark.parametrize("restride", ["contiguous", "transposed"])
-def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_bit(function, width, restride):
+@pytest.mark.parametrize("width", [6, 96, 5000])
+def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_bit(function, width):
     x = 3 * randn(11, width)
     x[2:5] = 0
     x[3, 1], x[4, width - 1], x[6, 2], x[7, 3] = math.nan, math.inf, -math.inf, 1e4
-    if restride == "transposed":
-        x = x.T.contiguous().T
     y, (found8, found_scales) = function(x, False), function(x, True)
     expected8, expected_scales = quantize(y)
     assert torch.equal(found8.view(torch.uint8), expected8.view(torch.uint8))
@@ -111,7 +98,7 @@ def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_b
     assert torch.equal(found_scales[:, 0].isnan(), ~y.isfinite().all(1))
 
 
-@pytest.mark.parametrize("width", [3, 64, 2048, 5000])
+@pytest.mark.parametrize("width", [3, 64, 5000])
 @pytest.mark.parametrize("overwrite", [False, True])
 @torch.no_grad()
 def test_product_writes_its_gradient_as_quantize_rounds_it_bit_for_bit(width, overwrite):
@@ -171,18 +158,13 @@ def test_the_weight_of_backward_is_that_of_forward():
     assert relative_error(backward, forward.double()) < 2**-8
 
 
-def test_strides_change_nothing():
+def test_strides_and_leading_dimensions_change_nothing():
     x, weight = randn(40, 32), randn(48, 32)
     expected = fp8_linear(x, weight)
-    for other in (x.T.contiguous().T, torch.cat([x, x], 1)[:, :32]):
-        assert torch.equal(fp8_linear(other, weight), expected)
-    assert torch.equal(fp8_linear(x, weight.T.contiguous().T), expected)
+    assert torch.equal(fp8_linear(x.T.contiguous().T, weight.T.contiguous().T), expected)
     assert torch.equal(fp8_linear(x.view(4, 10, 32), weight), expected.view(4, 10, 48))
     assert run(fp8_linear, (x[0], weight))[1].shape == (32,)
-
-
-def test_no_rows_give_no_rows_and_zero_gradients():
-    y, dx, dweight = run(fp8_linear, (randn(0, 32), randn(48, 32)))
+    y, dx, dweight = run(fp8_linear, (x[:0], weight))
     assert y.shape == (0, 48) and dx.shape == (0, 32) and not dweight.any()
 
 
@@ -191,14 +173,6 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other():
     y, dx, dweight = run(fp8_linear, (x, weight), (), dy)
     assert_same(run(fp8_linear, (x,), (weight,), dy), (y, dx), "the weight frozen")
     assert_same(run(lambda weight: fp8_linear(x, weight), (weight,), (), dy), (y, dweight), "x frozen")
-
-
-def test_autocast_and_a_second_derivative_are_refused():
-    x, weight = randn(4, 32).requires_grad_(), randn(16, 32)
-    with torch.autocast(DEVICE, dtype=BF16), pytest.raises(ValueError, match="do not run under torch.autocast"):
-        fp8_linear(x, weight)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(fp8_linear(x, weight).sum(), x, create_graph=True)
 
 
 def test_without_triton_the_references_run(monkeypatch):
@@ -300,16 +274,6 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
     assert handed[9:] == [True] * 3  # gate_up again in backward
 
 
-@pytest.mark.parametrize("columns, message", [
-    (24, "weight (16, 24): float8 matmuls need multiples of 16"),
-    (32, "weight torch.bfloat16 (16, 24): expected torch.bfloat16 (outputs, 32)"),
-])  # fmt: skip
-def test_fused_functions_refuse_unsupported_projection_shapes(columns, message):
-    x = randn(4, columns)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.add_norm_linear(x, None, Norm(x[0]), projection(24, 16))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The model
 
@@ -357,21 +321,15 @@ def test_model_without_fused_kernels_rounds_to_float8_too():
 
 
 @pytest.mark.parametrize("device, changes, message", [
-    ("cpu", dict(ffn_dim=100), "fp8 needs projections whose sides are multiples of 16, not 200 x 32"),
     ("cpu", dict(ffn_dim=24), "fp8 needs projections whose sides are multiples of 16, not 32 x 24"),
     ("cuda", {}, "fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"),  # float32 is refused
 ])  # fmt: skip
-def test_use_fp8_refuses_unsupported_shapes(device, changes, message):
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**SMALL | changes))
+def test_use_fp8_refuses_unsupported_shapes_and_gpus(device, changes, message):
+    model = Llama(LlamaConfig(**SMALL | changes))
     with pytest.raises(ValueError, match=message):
         use_fp8(model, device)
-
-
-def test_use_fp8_after_add_lora_is_refused_instead_of_changing_nothing():
-    model = Llama(LlamaConfig(**SMALL))
     add_lora(model, 2, 4.0)
-    with pytest.raises(ValueError, match="use_fp8 found no plain projection: call it once, and before add_lora"):
+    with pytest.raises(ValueError, match="use_fp8 found no plain projection"):
         use_fp8(model)
 
 

@@ -1,11 +1,16 @@
 """The kernels past 2³¹ elements and at full size; the losses' full sizes are in test_kernels_loss.py."""
 
+import sys
+
 import pytest
 import torch
+import triton
 
+from kernels.fp8_linear import quantize
 from test_kernels import (
     BF16,
     DEVICE,
+    HAS_GPU,
     OPERATIONS,
     ROW_OPERATIONS,
     as_tuple,
@@ -13,7 +18,6 @@ from test_kernels import (
     assert_same,
     draw_upstream,
     full_size,
-    in_another_process,
     one_at_a_time,
     randn,
     rope_inputs,
@@ -21,58 +25,70 @@ from test_kernels import (
     run,
 )
 
-
-def apart(base, packed, dim, start, stride):
-    """packed's values, `stride` elements apart along dim (4 long): with 2³⁰ the last lies past 2³¹."""
-    strides = list(torch.empty(packed.shape, device="meta").stride())
-    strides[dim] = stride
-    return base.as_strided(packed.shape, strides, start).copy_(packed)
+WIDTH = 65536
+N_ROWS = 2**31 // WIDTH + 1300  # so that rope's queries alone, 62 of 64 heads, pass 2³¹, too
 
 
-def run_apart(base, dim, stride, function, inputs, constants, upstream):
-    spread = [
-        x if x.ndim < 2 or x.shape[dim] != 4 else apart(base, x, dim, 100 * i, stride)
-        for i, x in enumerate([*inputs, *upstream])
-    ]
-    return run(function, spread[: len(inputs)], constants, spread[len(inputs) :])
+def last_programs(*bounds):
+    """range, but of a grid of programs only the last."""
+    return range(bounds[0] - 32, bounds[0]) if len(bounds) == 1 and bounds[0] >= N_ROWS else range(*bounds)
 
 
-def compare_far_apart():
-    """Every dimension of every row operation's inputs and gradients, stretched past 2³¹ elements in turn."""
-    torch.manual_seed(0)
-    base = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE)  # virtual on a CPU: few of its pages are touched
-    for name in ROW_OPERATIONS + ["cross_entropy"]:
-        operation = OPERATIONS[name]
-        for dim in (0, 1, 2, 3, -2) if name == "rope" else (0, 1):
-            if name == "rope":  # heads, dimension 2, are stretched twice: 4 packed, then 4 of q, of k and of v
-                operation, n_heads = (rope_of(4), 12) if dim == -2 else (rope_of(2), 4)
-                sizes = [2, 2, n_heads, 2]
-                sizes[dim] = n_heads if dim in (2, -2) else 4
-                qkv = randn(*sizes, dtype=BF16)
-                angles = torch.rand(qkv.shape[1], qkv.shape[3] // 2, device=DEVICE)
-                inputs, constants = (qkv,), (angles.cos(), angles.sin())
-            else:
-                inputs, constants = operation.inputs(4, 2 if "glu" in name else 4, BF16)
-            upstream = draw_upstream(as_tuple(operation.oracle(*inputs, *constants)))
-            print(name, "dimension", dim, flush=True)
-            arguments = operation.function, inputs, constants, upstream
-            ours = run_apart(base, dim, 2**30, *arguments)
-            # Triton orders a row's sum by the strides' divisors: cross_entropy repeats bits only for like strides.
-            expected = run_apart(base, dim, 2**10, *arguments) if name == "cross_entropy" else run(*arguments)
-            assert_same(ours, expected, f"{name}, dimension {dim}")
-    print("all compared")
+def at_the_end(x):
+    """A tensor of N_ROWS rows, of which only the last exist: memory that is never touched takes no space."""
+    if x.ndim < 2:
+        return x
+    rows = 1 if x.ndim == 4 else 0  # rope's tokens
+    whole = torch.empty([N_ROWS if dim == rows else size for dim, size in enumerate(x.shape)], dtype=x.dtype)
+    whole.narrow(rows, N_ROWS - x.shape[rows], x.shape[rows]).copy_(x)
+    return whole
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the test below computes all rows")
 @one_at_a_time
-def test_strides_past_2_to_the_31():
-    code = "import tests.test_kernels_large as test; test.compare_far_apart()"
-    assert "all compared" in in_another_process(code)
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, "quantize"])
+def test_the_last_rows_past_2_to_the_31_elements_equal_the_same_rows_alone(name, monkeypatch):
+    if name == "quantize":
+        inputs, constants, function = (randn(1, WIDTH, dtype=BF16),), (), lambda x: quantize(x)[1]
+    elif name == "rope":
+        angles = torch.rand(1, 512)
+        inputs, constants, function = (randn(1, 1, 64, 1024, dtype=BF16),), (angles.cos(), angles.sin()), rope_of(62)[0]
+    else:
+        width = WIDTH // 2 if "glu" in name else WIDTH
+        function, (inputs, constants) = OPERATIONS[name].function, OPERATIONS[name].inputs(1, width, BF16)
+    leaves = [x.requires_grad_(x.ndim > 1 and name != "quantize") for x in inputs]
+    outputs = as_tuple(function(*leaves, *constants))
+    upstream = draw_upstream(outputs)
+    needed = [x for x in leaves if x.requires_grad]
+    expected = [*outputs, *(torch.autograd.grad(outputs, needed, upstream) if needed else ())]
+    monkeypatch.setattr(triton.runtime.interpreter, "range", last_programs, raising=False)
+    one_row = {"ROWS": 1, "BLOCK": WIDTH, "STAGES": 1, "num_warps": 1}
+    for module in ("rms_norm", "layer_norm"):  # a program for each row, not four for all
+        monkeypatch.setattr(sys.modules[f"kernels.{module}"], "row_tiles", lambda n_rows, *_, **__: (n_rows, one_row))
+    leaves = [at_the_end(x.detach()).requires_grad_(x.requires_grad) for x in leaves]
+    outputs = as_tuple(function(*leaves, *map(at_the_end, constants)))
+    needed = [x for x in leaves if x.requires_grad]
+    found = [*outputs, *(torch.autograd.grad(outputs, needed, map(at_the_end, upstream)) if needed else ())]
+    assert max(x.numel() for x in leaves) > 2**31
+    assert_same([x[:, -1:] if x.ndim == 4 else x[-1:] for x in found], expected, name)
+
+
+def test_rows_of_logits_may_lie_2_to_the_31_elements_apart():
+    (logits,), constants = OPERATIONS["cross_entropy"].inputs(4, 70, BF16)
+    base = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE)  # on a CPU few of its pages are touched
+    function = OPERATIONS["cross_entropy"].function
+    upstream = [torch.ones((), device=DEVICE)]
+    far, near = (
+        run(function, [base.as_strided((4, 70), (step, 1)).copy_(logits)], constants, upstream)
+        for step in (2**30, 2**10)
+    )
+    assert_same(far, near, "cross_entropy")
 
 
 @full_size
 @pytest.mark.parametrize("name", [*ROW_OPERATIONS, "cross_entropy"])
 def test_results_past_2_to_the_31_elements(name):
-    """One row, expanded until the packed results pass 2³¹ elements: each must equal the first."""
+    """One row, repeated until the packed results pass 2³¹ elements: each must equal the first."""
     columns = {"rope": 64, "cross_entropy": 128256}.get(name, 32768)
     per_row = {"rope": 10 * 128, "swiglu": 65536, "geglu_tanh": 65536, "geglu_none": 65536}.get(name, columns)
     rows = 2**31 // per_row + 2
@@ -94,12 +110,9 @@ def test_results_past_2_to_the_31_elements(name):
                 assert torch.equal(result.select(dim, 0), result.select(dim, row)), f"{name}: row {row} of {rows}"
 
 
-FULL_SIZE = [
-    *((name, 16384, 2048) for name in ("rms_norm", "add_rms_norm", "layer_norm")),
-    *((name, 4096, 16384) for name in ("rms_norm", "add_rms_norm", "layer_norm")),
-    *((name, 1000, 65536) for name in ("rms_norm", "add_rms_norm", "layer_norm")),
-    *((name, 8192, 14336) for name in ("swiglu", "geglu_tanh", "geglu_none")),
-]
+NORMS = "rms_norm", "add_rms_norm", "layer_norm"
+FULL_SIZE = [(name, *size) for name in NORMS for size in ((16384, 2048), (4096, 16384), (1000, 65536))]
+FULL_SIZE += [(name, 8192, 14336) for name in ("swiglu", "geglu_tanh", "geglu_none")]
 
 
 @full_size
