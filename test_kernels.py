@@ -97,14 +97,15 @@ def glu_oracle(gate_up, activation):
 def cross_entropy_oracle(
     logits, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean", chunk_tokens=None
 ):
-    logits, live = wide(logits), targets != ignore_index
+    logits = wide(logits)
+    valid = targets != ignore_index
     losses = F.cross_entropy(
         logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
-    losses = losses + z_loss * torch.where(live, logits.logsumexp(-1).square(), 0.0)
+    losses = losses + z_loss * torch.where(valid, logits.logsumexp(-1).square(), 0.0)
     if reduction == "none":
         return losses
-    return losses.sum() / (live.sum().clamp(min=1) if reduction == "mean" else 1)
+    return losses.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
 
 
 class Given:
@@ -424,12 +425,6 @@ def spread_rows(x):
     return wider[..., 5:-8]
 
 
-def spread_columns(x):
-    wider = poisoned(*x.shape[:-1], 3 * x.shape[-1], dtype=x.dtype)
-    wider[..., 1::3] = x
-    return wider[..., 1::3]
-
-
 def reversed_dimensions(x):
     order = tuple(reversed(range(x.ndim)))
     return x.permute(order).contiguous().permute(order)
@@ -441,7 +436,7 @@ def shifted(x):
 
 
 @each_operation
-@pytest.mark.parametrize("restride", [spread_rows, spread_columns, reversed_dimensions, shifted])
+@pytest.mark.parametrize("restride", [spread_rows, reversed_dimensions, shifted])
 def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
     function, inputs, constants, upstream = arguments_of(name)
     if name == "linear_cross_entropy":  # small integers, so that no order of a matmul's sum rounds
@@ -468,15 +463,6 @@ def test_gradients_of_stride_0(name):
     if upstream[0].ndim:
         rows = [randn(*y.shape[:-1], 1).expand(y.shape) for y in upstream]
         assert_matches_float64(OPERATIONS[name], inputs, constants, rows)
-
-
-@each_operation
-def test_inputs_of_stride_0(name):
-    inputs, constants = OPERATIONS[name].inputs(6, 20, FP32)
-    expanded = [x[:1].expand(x.shape) for x in inputs]
-    if name == "linear_cross_entropy":
-        expanded[1] = inputs[1]  # with equal rows in the head, x's gradient cancels to zero
-    assert_matches_float64(OPERATIONS[name], expanded, constants)
 
 
 @each_operation

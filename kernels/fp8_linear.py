@@ -36,7 +36,7 @@ Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, magnitude, packed_rows, refuse_autocast, tl, triton, use_triton, whole_row
+from .launch import as_rows, contiguous_rows, magnitude, refuse_autocast, tl, triton, use_triton, whole_row
 from .linear import Linear, apply_projection, check_weight, replace_projections
 
 FLOAT8 = torch.float8_e4m3fn
@@ -103,7 +103,7 @@ def empty_rows(shape, like: torch.Tensor, float8: bool) -> tuple[torch.Tensor, t
 
 def quantize(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., C), times factors (C,) fp32 if given, as float8 (..., C) and fp32 scales (N, 1)."""
-    rows = packed_rows(x)
+    rows = contiguous_rows(x)
     n_rows, n_cols = rows.shape
     out, scales = empty_rows(x.shape, x, float8=True)
     if n_rows:

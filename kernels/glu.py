@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .fp8_linear import empty_rows, float8_scale, store_float8
-from .launch import magnitude, packed_rows, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
+from .launch import contiguous_rows, magnitude, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
 
 BLOCK = 1024  # elements of F per program; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
 
@@ -137,7 +137,7 @@ def glu_forward(gate_up, activation, float8=False):
     """Returns y, or with float8 (y8, scales) as fp8_linear.py's quantize would compute them."""
     n_cols = gate_up.shape[-1] // 2
     y, scales = empty_rows((*gate_up.shape[:-1], n_cols), gate_up, float8)
-    rows = packed_rows(gate_up)
+    rows = contiguous_rows(gate_up)
     sizes = whole_row(n_cols) if float8 else _sizes(n_cols)
     _glu_fwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, sizes["BLOCK"]),)](
         rows, y, scales if float8 else y, n_cols, ACTIVATION=activation, FLOAT8=float8, **sizes
@@ -154,7 +154,7 @@ def glu_backward(dy, gate_up, activation, need_y=False, factors=None, overwrite=
     refuse_double_backward()
     n_cols = dy.shape[-1]
     float8 = factors is not None
-    rows = packed_rows(gate_up)
+    rows = contiguous_rows(gate_up)
     dy = dy.contiguous()
     dx = gate_up if overwrite else torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     dx8 = empty_rows(gate_up.shape, gate_up, float8) if float8 else None

@@ -56,7 +56,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def packed_rows(x: torch.Tensor) -> torch.Tensor:
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., C) as (N, C), contiguous, as the kernels read it: a copy only if x is not, like an expanded gradient."""
     return as_rows(x).contiguous()
 

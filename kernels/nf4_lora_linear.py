@@ -30,8 +30,8 @@ class NF4LoRALinear(LoRALinear):
     def __init__(self, base: Linear, rank: int, alpha: float):
         for n_out in base.rows:
             if base.in_features % 2 or n_out * base.in_features % BLOCK:
-                found = f"{n_out} x {base.in_features}: --quantize_base=none"
-                raise ValueError(f"quantize_base=nf4 needs an even width and groups of {BLOCK} weights, not {found}")
+                shape = f"{n_out} x {base.in_features}: --quantize_base=none"
+                raise ValueError(f"quantize_base=nf4 needs an even width and groups of {BLOCK} weights, not {shape}")
         super().__init__(base, rank, alpha)
 
     def reference(self, x):

@@ -22,7 +22,7 @@ import torch
 from .fp8_linear import empty_rows, store_float8
 from .launch import (
     compute_dtype,
-    packed_rows,
+    contiguous_rows,
     refuse_double_backward,
     row_tiles,
     sum_rows,
@@ -124,13 +124,13 @@ def rms_norm_forward(x, delta, weight, eps, need_y=True, float8=False):
     float8: instead of y, returns (y8, scales) as fp8_linear.py's quantize would compute them.
     """
     add = delta is not None
-    rows = packed_rows(x)
+    rows = contiguous_rows(x)
     n_rows, n_cols = rows.shape
     y, scales = empty_rows(x.shape, x, float8) if need_y else (None, None)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else x
     rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
     _rms_norm_fwd_kernel[(n_rows,)](
-        rows, packed_rows(delta) if add else rows, weight.contiguous(),
+        rows, contiguous_rows(delta) if add else rows, weight.contiguous(),
         y if need_y else rstd, rstd if scales is None else scales, total, rstd, n_cols,
         EPS=eps, ADD=add, NEED_Y=need_y, FLOAT8=float8, **whole_row(n_cols),
     )  # fmt: skip
@@ -144,8 +144,8 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     """
     refuse_double_backward()
     add = dtotal is not None
-    rows = packed_rows(x)
-    dy_rows = packed_rows(dy)
+    rows = contiguous_rows(x)
+    dy_rows = contiguous_rows(dy)
     n_rows, n_cols = rows.shape
     # A third row to read needs more loads in flight: at 16,384 columns 0.93 of the copy rate instead of 0.85.
     programs, constants = row_tiles(n_rows, n_cols, x, long_row_warps=32 if add else 16)
@@ -155,7 +155,7 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](
-        dy_rows, packed_rows(dtotal) if add else dy_rows, rows, weight.contiguous(), rstd,
+        dy_rows, contiguous_rows(dtotal) if add else dy_rows, rows, weight.contiguous(), rstd,
         dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
         ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
     )  # fmt: skip

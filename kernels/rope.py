@@ -19,7 +19,7 @@ Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. 
 
 import torch
 
-from .launch import packed_rows, refuse_double_backward, tl, to_compute, triton, use_triton
+from .launch import contiguous_rows, refuse_double_backward, tl, to_compute, triton, use_triton
 
 
 def rope_reference(qkv, cos, sin, n_head):
@@ -120,8 +120,8 @@ class _RoPE(torch.autograd.Function):
             torch.empty(n_batch, n_time, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
             for heads in (n_head, n_kv_head, n_kv_head)
         )
-        cos = packed_rows(cos)
-        sin = packed_rows(sin)
+        cos = contiguous_rows(cos)
+        sin = contiguous_rows(sin)
         _rope_fwd_kernel[(n_batch * n_time,)](
             qkv.contiguous(), q, k, v, cos, sin, len(cos), **_constants(n_head, n_kv_head, head_dim)
         )

@@ -111,13 +111,6 @@ def test_starts_of_any_integer_type_and_one_row_for_all():
     assert_same(run(flash_attention, tensors, (shared,), upstream), copied, "one row of starts for all")
 
 
-def test_q_alone_needs_no_kernel_for_k_and_v(monkeypatch):
-    (q, k, v), upstream = inputs(40, (2, 1))
-    expected = run(flash_attention, (q, k, v), (), upstream)[1]
-    monkeypatch.setattr(MODULE, "_flash_dkv_kernel", None)
-    assert_same(run(flash_attention, (q,), (k, v), upstream)[1:], [expected], "dq")
-
-
 def test_selective_checkpointing_can_keep_y_and_skip_the_second_forward(monkeypatch):
     tensors, upstream = inputs(40)
     plain = run(flash_attention, tensors, (), upstream)

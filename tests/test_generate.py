@@ -12,7 +12,6 @@ import torch
 
 import kernels
 import kernels.reference
-from kernels.attention import sdpa
 from model import document_starts
 from runtime.checkpoint import load_model
 from runtime.evaluate import log_likelihoods
@@ -125,15 +124,6 @@ def test_angles_and_logits_are_fp32_beside_bf16_weights():
     caches = new_caches(model, 1, 9)
     logits = read_prompts(model, caches, [[1]]), decode_step(model, caches, torch.tensor([2], device=DEVICE))
     assert {x.dtype for x in (caches[0].cos, caches[0].sin, *logits)} == {torch.float32}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n_time", [2, 8])
-def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
-    """On a GPU this runs other kernels than the float64 of the other tests."""
-    cache = torch.randn(2, 2, 12, 2, 32, device=DEVICE, dtype=dtype)[:, :, :9]
-    q = torch.randn(2, 9, 4, 32, device=DEVICE, dtype=dtype)
-    assert error(sdpa(q[:, -n_time:], *cache), sdpa(q, *cache)[:, -n_time:]) < 0.02
 
 
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])

@@ -1,7 +1,5 @@
 """AdamW's kernels, their C and their references, in 32 and 8 bits; SGD with decay; the sum of the ranks' gradients."""
 
-import platform
-import shutil
 import sys
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 import kernels
 from kernels import reference
 from kernels.adamw import merge_halves, split_halves
-from kernels.c_library import build, c_library
+from kernels.c_library import c_library
 from kernels.dynamic_map import BLOCK, dequantize_blocks_reference, quantize_blocks_reference
 from test_kernels import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_same, full_size, randn
 
@@ -88,33 +86,11 @@ def test_adamw_matches_pytorch(adamw, dtype, of_grad):
     assert_rounded(parameter, w, adamw)
 
 
-def test_float16_takes_no_slower_way_than_other_dtypes(monkeypatch):
-    skip_without_c(on_cpu)
-    monkeypatch.delattr(adamw_file, "adamw_in_pieces")
-    monkeypatch.delattr(adamw8bit_file, "adamw8bit_reference")
-    for states in (torch.zeros(3001), torch.zeros(3001)), moments(3001):
-        w = torch.ones(3001)
-        on_cpu(w.half(), w.half(), w, *(x.cpu() for x in states), step_scalars(1.0), *OPTIONS)
-        assert (w < 1).all()
-
-
 def test_adamw_on_cpu_keeps_a_nan():
     parameter, w, m = torch.ones(8, dtype=BF16), torch.ones(8), torch.zeros(8)
     m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry into -0
     adamw_file.adamw_on_cpu(parameter, w.clone(), w, m, torch.zeros(8), 1.0, 0.1, 1, *OPTIONS)
     assert parameter.isnan().tolist() == [True] * 4 + [False] * 4
-
-
-@pytest.mark.parametrize("file, compiler, builds", [
-    ("adamw.c", "false", False), ("adamw8bit.c", "no_such_compiler", False), ("adamw.c", "{} -m64", True),
-])  # fmt: skip
-def test_the_c_files_are_built_by_the_compiler_named(file, compiler, builds, monkeypatch, capsys):
-    found = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if builds and (found is None or platform.machine() != "x86_64"):
-        pytest.skip("no C compiler that knows -m64 here")
-    monkeypatch.setenv("CC", compiler.format(found))
-    assert (build.__wrapped__(file) is not None) == builds
-    assert (f"kernels/{file} was not built" in capsys.readouterr().err) != builds
 
 
 # ----------------------------------------------------------------------------------------------------------------------

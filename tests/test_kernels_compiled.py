@@ -1,10 +1,7 @@
 """The kernels under torch.compile, and within the shared memory of other GPUs."""
 
-import ast
-import inspect
 import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,27 +47,6 @@ def compile_for_new_rows(name, sizes):
         for a, b in zip(results, run(function, inputs, constants, upstream), strict=True):
             assert relative_error(a, b.double()) < 1e-5, f"{name} of {rows} rows"
     assert counter.frame_count == 1, f"{name} compiled {counter.frame_count} times"
-
-
-def test_defaults_of_triton_functions_name_nothing():
-    """torch.compile copies a kernel and the functions it calls, but not constants that their defaults name."""
-    trees = [ast.parse(path.read_text()) for path in Path(kernels.__file__).parent.glob("*.py")]
-    functions = [f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    functions = [f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
-    assert len(functions) > 40
-    defaults = [(f.name, default) for f in functions for default in f.args.defaults]
-    assert not [name for name, default in defaults if any(isinstance(x, ast.Name) for x in ast.walk(default))]
-
-
-def test_forwards_of_any_number_of_tensors_name_none_of_their_inputs():
-    """Without gradients, torch.compile omits ctx if a forward has as many parameters as inputs."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
-    functions = {x for m in modules for x in vars(m).values() if isinstance(x, type)}
-    functions = {f for f in functions if issubclass(f, torch.autograd.Function)} - {torch.autograd.Function}
-    parameters = {f.__name__: inspect.signature(f.forward).parameters.values() for f in functions}
-    starred = {name for name, found in parameters.items() if any(p.kind == p.VAR_POSITIONAL for p in found)}
-    assert {"_Projection", "_AddNormMLP"} <= starred
-    assert not [name for name in starred if len(parameters[name]) != 2]
 
 
 @needs_gpu
