@@ -255,19 +255,6 @@ def test_fused_functions_are_their_parts_bit_for_bit(function, apart, sizes):
     assert_same(found, expected, "fused")
 
 
-def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
-    handed, project = [], FP8Linear.project
-    spy = lambda x, weight, out=None: handed.append(isinstance(x, tuple)) or project(x, weight, out)  # noqa: E731
-    monkeypatch.setattr(FP8Linear, "project", staticmethod(spy))
-    inputs, gate_up, down = (randn(6, 64), None, Norm(randn(64))), projection(64, 96), projection(48, 32)
-    kernels.add_norm_linear(*inputs, gate_up)
-    kernels.add_norm_mlp(*inputs, gate_up, down)
-    kernels.add_norm_mlp(*inputs, gate_up, down, save_gate_up=False, chunks=3)
-    assert handed == [True] * (1 + 2 + 6)
-    kernels.add_norm_mlp(*inputs, gate_up, down, save_gate_up=False)[0].sum().backward()
-    assert handed[9:] == [True] * 3  # gate_up again in backward
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The model
 

@@ -98,6 +98,16 @@ def test_ignored_rows_alone_give_loss_0_and_zero_gradients(loss, reduction):
     assert value == 0 and (gradient == 0).all(), f"loss {value}, gradient {gradient}"
 
 
+@each_loss
+def test_an_ignored_row_leaves_no_trace(loss):
+    logits, targets = loss_inputs()
+    clean, _ = run(loss, (logits,), (targets,), ONE)
+    logits[targets == -100] = 1e4 if loss is LINEAR else float("nan")
+    value, gradient = run(loss, (logits,), (targets,), ONE)
+    assert torch.equal(value, clean), f"loss {value}, without the ignored rows {clean}"
+    assert (gradient[targets == -100] == 0).all()
+
+
 @pytest.mark.parametrize("target", [-1, 70, 2**40, None])  # None: its row is NaN
 @each_loss
 def test_a_target_out_of_range_makes_the_loss_nan_and_touches_no_other_row(loss, target):
