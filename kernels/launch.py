@@ -1,4 +1,4 @@
-"""Shared by the kernels: Triton or a stand-in, launch constants, sums of rows, the dtype they compute in."""
+"""Shared by the kernels: Triton or a stand-in, rows and dtypes, launch constants, sums, what autograd must not do."""
 
 import os
 
@@ -51,6 +51,10 @@ def refuse_autocast(x: torch.Tensor) -> None:
         )
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows and dtypes
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., C) as (N, C), with any two strides: a view if those of x allow one."""
     return x.reshape(-1, x.shape[-1])
@@ -59,6 +63,30 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., C) as (N, C), contiguous, as the kernels read it: a copy only if x is not, like an expanded gradient."""
     return as_rows(x).contiguous()
+
+
+@triton.jit
+def to_compute(x):
+    """x in the dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The same rule on the host, for statistics that a kernel stores."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@triton.jit
+def magnitude(x):
+    """|x| of fp32 as integers that sort like the numbers, NaN last: tl.max of floats would ignore NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launch constants
 
 
 def whole_row(n_cols: int) -> dict:
@@ -114,6 +142,10 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_r
     return min(triton.cdiv(n_rows, constants["ROWS"]), programs), constants
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Sums
+
+
 @triton.jit
 def _sum_rows_kernel(x_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
@@ -145,6 +177,10 @@ def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: boo
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What backward may and may not do
+
+
 def refuse_double_backward() -> None:
     """Called by every backward: under create_graph=True autograd would treat a kernel's results as constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -164,23 +200,3 @@ def saved_is_ours() -> bool:
     """
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keeps_graph is not None and not torch.compiler.is_compiling() and not keeps_graph()
-
-
-@triton.jit
-def to_compute(x):
-    """x in the dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""
-    if x.dtype == tl.float64:
-        return x
-    else:
-        return x.to(tl.float32)
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The same rule on the host, for statistics that a kernel stores."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@triton.jit
-def magnitude(x):
-    """|x| of fp32 as integers that sort like the numbers, NaN last: tl.max of floats would ignore NaN."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
