@@ -18,7 +18,6 @@ Keys of a row or of a message that are null are absent, as in transformers.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
@@ -88,31 +87,29 @@ def from_prompt_and_completion(row: dict) -> list:
         raise ValueError("one of prompt and completion is a text: both must be texts, or both lists of messages")
     messages = list_of_messages(row, "prompt")
     for message in messages:
-        if isinstance(message, dict) and message.get("role") == "assistant":
+        if message.get("role") == "assistant":
             message["weight"] = 0
     return messages + list_of_messages(row, "completion")
 
 
 def from_sharegpt(row: dict) -> list:
     """from and value, in the roles that LLaMA-Factory and axolotl document; or role and content, as axolotl has it."""
-    return [from_sharegpt_message(each, i) for i, each in enumerate(list_of_messages(row, "conversations"), start=1)]
+    messages = list_of_messages(row, "conversations")
+    return [from_sharegpt_message(message) if "from" in message else message for message in messages]
 
 
-def from_sharegpt_message(message: Any, i: int) -> Any:
-    if not isinstance(message, dict) or "from" not in message:
-        return message
-    who = message["from"]
-    value = message.get("value")
+def from_sharegpt_message(message: dict) -> dict:
+    who = message.pop("from")
+    value = message.pop("value", None)
     if not isinstance(who, str) or who not in SHAREGPT_ROLES:
-        raise ValueError(f"message {i} is from {who!r:.40}, expected one of {', '.join(SHAREGPT_ROLES)}")
-    others = {name: each for name, each in message.items() if name not in ("from", "value")}
-    if who == "function_call":
-        calls = parse_json(value, list) or [parse_json(value, dict)]
-        if not all(isinstance(call, dict) and "name" in call for call in calls):
-            expected = 'expected the JSON text of {"name": ..., "arguments": {...}}, or of a list of these'
-            raise ValueError(f"message {i} has {value!r:.60} as its function call, {expected}")
-        return others | {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in calls]}
-    return others | {"role": SHAREGPT_ROLES[who], "content": value}
+        raise ValueError(f"a message is from {who!r:.40}, expected one of {', '.join(SHAREGPT_ROLES)}")
+    if who != "function_call":
+        return message | {"role": SHAREGPT_ROLES[who], "content": value}
+    calls = parse_json(value, list) or [parse_json(value, dict)]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        expected = 'expected the JSON text of {"name": ..., "arguments": {...}}, or of a list of these'
+        raise ValueError(f"a message has {value!r:.60} as its function call, {expected}")
+    return message | {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def from_alpaca(row: dict) -> list:
@@ -142,15 +139,16 @@ EXPECTED = (
 # Messages and tools
 
 
-def list_of_messages(row: dict, name: str) -> list:
-    if not isinstance(row[name], list) or not row[name]:
+def list_of_messages(row: dict, name: str) -> list[dict]:
+    messages = row[name]
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{name} is not a list of messages, or is empty")
-    return [without_nulls(message) if isinstance(message, dict) else message for message in row[name]]
+    return [without_nulls(message) for message in messages]
 
 
-def checked(message: Any, i: int) -> dict:
+def checked(message: dict, i: int) -> dict:
     """A message with its parts joined, and its flags as "weight": 0 or none. ValueError if it is malformed."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message.get("role"), str):
         raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
     for name in LEARN_FLAGS:
         if message.get(name, 1) not in (0, 1):
@@ -216,39 +214,29 @@ class Seen:
     def __init__(self):
         self.rows = Counter()
         self.n_left_out = 0
-        self.ignored_in_rows = Counter()
-        self.ignored_in_messages = Counter()
+        self.ignored = Counter()
 
-    def add(self, conversation: Conversation, names_read: set[str]) -> None:
+    def add(self, conversation: Conversation, names_read: frozenset[str]) -> None:
         """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
         self.n_left_out += not conversation.is_learned
-        variables = [name for name, value in conversation.variables.items() if value is not None]
-        count_some(self.ignored_in_rows, [*conversation.ignored, *(set(variables) - names_read)])
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
             known.update(REASONING)
+        variables = [name for name, value in conversation.variables.items() if value is not None and name not in known]
+        ignored = [f"{name!r:.40} of rows" for name in (*conversation.ignored, *variables)]
         for message in conversation.messages:
-            count_some(self.ignored_in_messages, message.keys() - known)
+            ignored += [f"{name!r:.40} of messages" for name in message.keys() - known]
+        for name in ignored:
+            if name in self.ignored or len(self.ignored) < MOST_IGNORED:
+                self.ignored[name] += 1
 
     def sentences(self) -> list[str]:
         rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
         sentences = [rows]
         if self.n_left_out:
             sentences.append(f"rows left out because of {', '.join(ROW_FLAGS)}: {self.n_left_out:,}")
-        if self.ignored_in_rows:
-            sentences.append(f"ignored keys of rows: {most_common(self.ignored_in_rows)}")
-        if self.ignored_in_messages:
-            keys = most_common(self.ignored_in_messages)
-            sentences.append(f"ignored keys of messages, which the chat template does not read: {keys}")
+        if self.ignored:
+            keys = ", ".join(f"{name} ({n:,})" for name, n in self.ignored.most_common(9))
+            sentences.append(f"ignored, because nothing reads them: {keys}")
         return sentences
-
-
-def count_some(counter: Counter, names: Iterable[str]) -> None:
-    for name in names:
-        if name in counter or len(counter) < MOST_IGNORED:
-            counter[name] += 1
-
-
-def most_common(counter: Counter) -> str:
-    return ", ".join(f"{name!r:.40} ({n:,})" for name, n in counter.most_common(9))

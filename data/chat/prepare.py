@@ -31,10 +31,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.formats import Seen, read_row
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
-from data.files import display_path, say
+from data.files import display_path, read_small, say
 from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
-from data.tokenizer import with_templates
+from data.tokenizer import MOST_FILE_BYTES, with_templates
 from data.vocabulary import Tokenizer
 from data.write import (
     Progress,
@@ -69,10 +69,10 @@ def render_rows(
     for where, row in rows:
         try:
             conversation = read_row(row)
-            template = template_of(tokenizer, conversation.tools)
-            text = None
-            if conversation.is_learned:
-                text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
+            seen.add(conversation, names_read(template_of(tokenizer, conversation.tools)))
+            if not conversation.is_learned:
+                continue
+            text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
         except RecursionError:
@@ -80,9 +80,7 @@ def render_rows(
         except (AttributeError, KeyError, TypeError) as error:  # a list where an object is expected, and the like
             bad(f"{where} is malformed: {error!r:.200}")
         else:
-            seen.add(conversation, names_read(template))
-            if text is not None:
-                yield text
+            yield text
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -111,22 +109,25 @@ def prepare(
 
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
-    found = tokenizer_for_data(tokenizer)
+    chat_tokenizer = tokenizer_for_data(tokenizer)
+    templates = chat_tokenizer.templates
     if template:  # in place of both that transformers chooses from
-        others = {name: text for name, text in found.templates.items() if name not in ("default", "tool_use")}
-        found.templates = others | {"default": template.read_text(encoding="utf-8")}
-    found.templates = found.templates | {"default": template_of(found)}
-    found.files = with_templates(found.files, found.templates)
-    end = end_of_turn(found)
+        templates = {name: text for name, text in templates.items() if name not in ("default", "tool_use")}
+        templates["default"] = read_small(template, MOST_FILE_BYTES).decode()
+    elif "default" not in templates:
+        templates = templates | {"default": template_of(chat_tokenizer)}
+    chat_tokenizer.templates = templates
+    chat_tokenizer.files = with_templates(chat_tokenizer.files, templates)
+    eos = [end_of_turn(chat_tokenizer), *chat_tokenizer.eos]
     bad = Bad(errors)
     seen = Seen()
-    texts = render_rows(read_conversations(inputs, bad), found, bad, seen)
+    texts = render_rows(read_conversations(inputs, bad), chat_tokenizer, bad, seen)
     try:
         meta = write_dataset(
             folder,
             split(texts, val_fraction),
-            found,
-            {"eos": list(dict.fromkeys([end, *found.eos])), "script": "data/chat/prepare.py"},
+            chat_tokenizer,
+            {"eos": list(dict.fromkeys(eos)), "script": "data/chat/prepare.py"},
             workers=workers,
             progress=Progress(None, "documents"),
             encode=encode_conversation,
@@ -143,18 +144,18 @@ def prepare(
 
 def main():
     parser = make_parser(__doc__, HERE)
-    said = ".jsonl, .json, compressed or not"
-    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=said)
+    kinds = ".jsonl, .json, compressed or not"
+    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=kinds)
     add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # the chat template writes the bos
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
-    named = Path(getattr(args, "tokenizer", "llama3")).expanduser().absolute()
-    of_model = (*named.glob("config.json"), *named.glob("params.json"), *named.glob("step_*/config.json"))
-    weights = named if of_model else "FOLDER"
+    weights = Path(getattr(args, "tokenizer", "llama3")).expanduser().absolute()
+    if not any((*weights.glob("config.json"), *weights.glob("params.json"), *weights.glob("step_*/config.json"))):
+        weights = "FOLDER_OF_WEIGHTS"
     script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/sft.py"))
-    train = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
-    say(f"next: {shlex.join(train)}" + ", where FOLDER holds the weights" * (weights == "FOLDER"))
+    command = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
+    say(f"next: {shlex.join(command)}")
 
 
 if __name__ == "__main__":
