@@ -35,17 +35,12 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
 
     alpha: adapters are scaled by alpha / rank. quantize_base: of the frozen projections, 'nf4', or 'none' to keep their
     dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
-    dtype; init_weights initialises them. ValueError for a rank below 1, for shapes that NF4 cannot hold, and for
-    unsupported projections.
+    dtype; init_weights initialises them. ValueError for a rank below 1 and for shapes that NF4 cannot hold.
     """
     model.requires_grad_(False)
 
     def with_adapters(name: str, projection: Linear) -> LoRALinear:
-        kind = KINDS.get((quantize_base, type(projection)))
-        if kind is None:
-            found = f"{name}, a {type(projection).__name__}"
-            raise ValueError(f"add_lora does not support quantize_base {quantize_base!r} for {found}")
-        return kind(projection, rank, alpha)
+        return KINDS[quantize_base, type(projection)](projection, rank, alpha)
 
     replace_projections(model.layers, with_adapters)
 

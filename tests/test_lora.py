@@ -1,7 +1,6 @@
 """LoRA and QLoRA from settings to checkpoints: against dense weights, against peft, after a resume, on two ranks."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 
@@ -13,8 +12,7 @@ from convert import convert
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
 from lora import add_lora, merge_lora
 from model import Execution, Llama, LlamaConfig
-from runtime.checkpoint import load_model, open_folder, read_base
-from runtime.hf_config import read_config
+from runtime.checkpoint import load_model
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, assert_close, damage, error_of, finish, losses, prose, run, step_losses
 
@@ -41,20 +39,6 @@ def adapted(quantize_base, **how):
             back = [dequantize_nf4(quantize_nf4(w.float()), torch.empty_like(w)) for w in matrices]
             dense[f"{name}.weight"] = torch.cat(back)
     return model, dense
-
-
-@each_base
-def test_codes_are_not_converted_as_if_they_were_weights(quantize_base):
-    model, _ = adapted(quantize_base)
-    if quantize_base == "none":
-        model.to(torch.bfloat16)
-        assert model.layers[0].attn.qkv_proj.weight.dtype == torch.bfloat16
-        return
-    tokens = torch.arange(5)[None]
-    before = model(tokens)
-    with pytest.raises(ValueError, match="in NF4 or float8 keep their dtype: convert the model before add_lora"):
-        model.layers.to(torch.bfloat16)
-    assert torch.equal(model.to("cpu")(tokens), before)
 
 
 @pytest.mark.parametrize("quantize_base, fused", [("none", False), ("nf4", False), ("nf4", True)])
@@ -127,25 +111,19 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
             assert 0.9 * bound < x.abs().max() <= bound and not torch.equal(x, other[name])
 
 
-def test_shapes_that_nf4_cannot_hold_are_refused():
-    needs = "nf4 needs an even width and groups of 64 weights, not"
-    with pytest.raises(ValueError, match=f"{needs} 65 x 32"):
-        add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
-    with pytest.raises(ValueError, match=f"{needs} 64 x 65"):  # whole blocks, but a row ends within a byte
-        add_lora(Llama(replace(TINY, n_embd=64, ffn_dim=65)), 3, 5.0, "nf4")
+def test_four_bit_codes_are_not_converted_as_if_they_were_weights():
+    model, _ = adapted("nf4")
+    tokens = torch.arange(5)[None]
+    before = model(tokens)
+    with pytest.raises(ValueError, match="keep their dtype"):
+        model.layers.to(torch.bfloat16)
+    assert torch.equal(model.to("cpu")(tokens), before)
 
 
-def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
-    model = Llama(TINY)
-    for projection in (m for m in model.layers.modules() if isinstance(m, Linear)):
-        projection.__class__ = type("FP4Linear", (Linear,), {})
-    with pytest.raises(ValueError, match="does not support quantize_base 'none' for qkv_proj, a FP4Linear"):
-        add_lora(model, 3, 5.0)
-
-
-def test_an_unknown_quantize_base_is_the_one_that_the_message_names():
-    with pytest.raises(ValueError, match="does not support quantize_base 'nf3' for qkv_proj, a Linear"):
-        add_lora(Llama(TINY), 3, 5.0, "nf3")
+@pytest.mark.parametrize("shape", [{"ffn_dim": 65}, {"n_embd": 64, "ffn_dim": 65}], ids=str)
+def test_shapes_that_nf4_cannot_hold_are_refused(shape):
+    with pytest.raises(ValueError, match="nf4 needs an even width and groups of 64 weights"):
+        add_lora(Llama(replace(TINY, **shape)), 3, 5.0, "nf4")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -312,65 +290,37 @@ def test_sample_reads_adapters(base, trained, tmp_path):
     assert adapters == merged != without
 
 
-def test_adapters_on_a_runs_checkpoint_warn_that_the_run_may_delete_it(base, capitals, tmp_path):
-    common = RUN | {"dataset": capitals, "max_iters": 2}
-    finish(common | {"init_from": base, "lora_rank": 0, "out_dir": tmp_path / "whole"})
-    done = run(common | {"init_from": tmp_path / "whole", "out_dir": tmp_path / "adapters"})
-    assert f"keep {tmp_path}/whole/step_000002, which its run may delete" in done.stdout, done.stderr
-
-
 def test_a_run_starts_from_another_runs_adapters(trained, capitals, tmp_path):
     folder = trained["none"] / "step_000008"
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
     assert step_losses(tmp_path)[0] < step_losses(trained["none"])[0] - 0.05
-    said = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, tmp_path / "step_000002")]
-    assert said[0] == said[1]
+    ours, theirs = (path / "adapter_config.json" for path in (tmp_path / "step_000002", folder))
+    assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused
 
 
-def test_lora_without_weights_to_adapt_ends_with_a_message(train, capsys):
-    said = "lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER"
-    assert said in error_of(train, capsys, **RUN)
-
-
 @pytest.mark.parametrize("changes, sentence", [
-    ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
-    ({"lora_alpha": 4}, r"step_000008 has lora_alpha 10.0 \(this run: 4.0\): pass --lora_alpha=10.0"),
-    ({"quantize_base": "nf4"}, r"step_000008 has quantize_base none \(this run: nf4\)"),
-    ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
-    ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
+    ({"lora_rank": 8}, "has lora_rank 4"), ({"lora_alpha": 4}, "has lora_alpha 10.0"), ({"lora_rank": 0}, "lora_rank"),
+    ({"quantize_base": "nf4"}, "has quantize_base none"), ({"init_from": "other"}, "is not the base"),
 ], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):
     shutil.copytree(trained["none"] / "step_000008", tmp_path / "out" / "step_000008")
     if "init_from" in changes:
         convert(base.parent / "run" / "step_000004", tmp_path / "other", "float32")
         changes = {"init_from": tmp_path / "other"}
-    assert re.search(sentence, error_of(train, capsys, **RUN | changes))
-
-
-def test_unsupported_adapters_are_reported_with_the_name_of_their_config(trained):
-    folder = open_folder(trained["none"] / "step_000008")
-    folder.config["model_type"] = "gpt2"
-    with pytest.raises(ValueError, match="step_000008/base_config.json describes a gpt2 model"):
-        read_config(folder)
+    assert sentence in error_of(train, capsys, **RUN | changes)
 
 
 def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, capitals, tmp_path):
     shutil.copytree(trained["none"], tmp_path / "out")
     shutil.copytree(base, tmp_path / "base")
-    folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
-    damage(file)
+    damage(tmp_path / "base/model.safetensors")
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path / "out", "init_from": tmp_path / "base"})
-    assert done.returncode == 1 and done.stderr.startswith(f"{file} is damaged: its bytes"), done.stderr
+    assert done.returncode == 1 and f"{tmp_path}/base/model.safetensors is damaged" in done.stderr, done.stderr
     assert (tmp_path / "out/step_000008").exists(), done.stdout
-    model = Llama(LlamaConfig(**read_config(folder)[0]))
-    add_lora(model, 4, 8.0)
-    with pytest.raises(ValueError, match="is damaged") as raised:  # only training reads the bytes
-        read_base(folder, model)
-    assert raised.type is ValueError
 
 
 def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tmp_path):

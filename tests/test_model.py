@@ -8,7 +8,6 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 import copy
 import functools
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -177,16 +176,6 @@ def test_flops_per_token_are_those_that_run():
     assert model.flops_per_token(0) == matmuls
 
 
-def test_a_model_on_meta_runs_so_that_its_flops_can_be_counted():
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(2, 4, 2, n_embd=64, ffn_dim=128, vocab_size=77, block_size=16))
-        tokens = torch.empty(2, 16, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, tokens).backward()
-    flops = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-    assert flops == tokens.numel() * model.flops_per_token(0)
-
-
 PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; RoPE's factor. From Meta's model cards.
     "llama32_1b": (1_235_814_400, (16, 32, 8, 2048, 8192, True), 32.0),
     "llama32_3b": (3_212_749_824, (28, 24, 8, 3072, 8192, True), 32.0),
@@ -277,37 +266,20 @@ def test_tied_head_stays_the_embedding():
 
 
 LLAMA3 = {"factor": 8.0, **SCALING}
-INVALID = [
-    ({"n_embd": 60}, "n_embd 60 must be n_head 4 times an even head size"),
-    ({"n_embd": 66}, "n_embd 66 must be n_head 4 times an even head size"),
-    ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
-    ({"norm_eps": -1.0}, "norm_eps -1.0 and rope_theta 10000.0 must be above 0, and finite"),
-    ({"rope_theta": math.inf}, "norm_eps 0.001 and rope_theta inf must be above 0, and finite"),
-    ({"mlp_chunks": 0, "checkpointing": "full"}, "mlp_chunks is 0: must be at least 1"),
-    ({"mlp_chunks": 2}, "mlp_chunks 2 needs activation_checkpointing 'selective' or 'full'"),
-    ({"kernels": "some"}, "kernels 'some': must be all, blocks or none"),
-    ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'selective' or 'full'"),
-    ({"checkpointing": "some"}, "activation_checkpointing 'some': must be none, selective or full"),
-    ({"attention": "flash"}, "attention 'flash': must be auto, sdpa or triton"),
-    ({"attention": "triton", "n_head": 8}, "attention 'triton' supports head sizes 16, 32, 64 and 128, not 8"),
-    ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has ['factor'], expected ['factor', 'high_freq_factor'"),
-    ({"rope_scaling": LLAMA3 | {"rope_type": "llama3"}}, "'original_max_position_embeddings', 'rope_type'"),
-    ({"rope_scaling": LLAMA3 | {"factor": 0}}, "its values must be numbers above 0"),
-    ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "its values must be numbers above 0"),
-    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor must be below"),
-    ({"rope_scaling": LLAMA3 | {1: 2.0}}, "rope_scaling has ['1', 'factor', "),
-]
+INVALID = [  # most may stand in a config.json
+    {"n_layer": 0}, {"n_embd": 60}, {"n_embd": 66}, {"n_kv_head": 3}, {"norm_eps": -1.0}, {"rope_theta": math.inf},
+    {"rope_scaling": {"factor": 8.0}}, {"rope_scaling": LLAMA3 | {1: 2.0}}, {"rope_scaling": LLAMA3 | {"factor": 0}},
+    {"rope_scaling": LLAMA3 | {"factor": "8"}}, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+    {"mlp_chunks": 0, "checkpointing": "full"}, {"mlp_chunks": 2}, {"kernels": "some"}, {"offload_activations": True},
+    {"checkpointing": "some"}, {"attention": "flash"}, {"attention": "triton", "n_head": 8},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings, message", INVALID, ids=str)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize("settings", INVALID, ids=str)
+def test_invalid_settings_are_refused_by_name(settings):
+    name = next(iter(settings))
+    with pytest.raises(ValueError, match=name):
         build(**settings)
-
-
-def test_sequence_longer_than_block_size_is_refused():
-    with pytest.raises(ValueError, match="65 positions, but block_size is 64"):
-        build(**PLAIN)(batch(n_time=65)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
