@@ -8,7 +8,8 @@ cpu_parts(config, run)                     # with offload
 import math
 from dataclasses import replace
 
-from model import MLP_CHUNK, LlamaConfig
+from kernels.execution import MLP_CHUNK
+from model import LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE

@@ -77,8 +77,8 @@ def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, r
 
 @pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
 def test_groups_of_sequences_have_the_same_losses_on_two_ranks(train, alone, text_data, tmp_path, settings):
-    before = "import model\nmodel.MLP_CHUNK, seen, count = 1, set(), model.Execution.groups_of_sequences\n"
-    before += "model.Execution.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
+    before = "import kernels.execution as e\ne.MLP_CHUNK, seen, count = 1, set(), e.Execution.groups_of_sequences\n"
+    before += "e.Execution.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
     script = wrapped(tmp_path, before, "assert 2 in seen, seen")
     settings |= dict(batch_size=8, gradient_accumulation_steps=2) | FULL
     check_ranks(train, alone(text_data), tmp_path, 2, settings, script=script)

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from configurator import preview
 from kernels.adamw import merge_halves
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
@@ -20,14 +19,12 @@ from optimizers.on_cpu import OnCPU
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
-from optimizers.rules import rule_of
-from runtime.check_settings import find_problem
 from runtime.checkpoint import read_run
 from runtime.device import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.save import rows_to_save
 from runtime.stream_weights import StreamedWeights
-from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses
+from tests.runs import SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -64,35 +61,17 @@ def whole_states(optimizer):
     return found
 
 
-def test_an_optimizer_without_its_case_is_not_taken_for_adamw():
-    with pytest.raises(NotImplementedError, match="optimizer no_such_rule: give it a case in optimizers/rules.py"):
-        rule_of(preview(ROOT / "train.py", []) | {"optimizer": "no_such_rule"})
-
-
-def test_a_rule_without_a_step_on_the_cpu_is_refused_with_offload(monkeypatch):
-    class OnDeviceOnly(Rule):
-        pass
-
-    monkeypatch.setattr("runtime.check_settings.rule_of", lambda settings: OnDeviceOnly())
-    settings = preview(ROOT / "train.py", [])
-    assert find_problem(settings, 1) is None
-    said = "optimizer=adamw works with offload=none: it has no update on the CPU"
-    assert find_problem(settings | {"offload": "all"}, 1) == said
-
-
 @pytest.mark.parametrize("call", [Optimizer.accumulate, Optimizer.update])
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
-def test_a_parameter_that_the_loss_does_not_depend_on_is_named(place, call):
+def test_a_parameter_without_a_gradient_is_named_and_not_updated_with_an_old_one(place, call):
     model = llama()
     optimizer = Optimizer(model, AdamW(), place())
     set_gradients(model, 1.0)
-    for _ in range(2):
-        optimizer.step(0.1)
-        set_gradients(model, 1.0)
-        model.norm.weight.grad = None
-        with pytest.raises(RuntimeError, match="norm.weight has no gradient: let the loss depend on it"):
-            call(optimizer)
-        set_gradients(model, 1.0)
+    optimizer.step(0.1)
+    set_gradients(model, 1.0)
+    model.norm.weight.grad = None
+    with pytest.raises(RuntimeError, match="norm.weight has no gradient"):
+        call(optimizer)
 
 
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
@@ -190,18 +169,15 @@ def test_a_checkpoint_holds_whole_weights_even_if_masters_are_in_halves(monkeypa
 def test_state_per_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
     model = Llama(CONFIG_IN_ROWS).to(dtype)
     run = RunShape(1, dtype=str(dtype)[6:], offload="none" if place is OnDevice else "all", rule=rule)
-    place, total = Optimizer(model, rule, place()).place, 0
+    place = Optimizer(model, rule, place()).place
+    total = 0
     for name, parameter in model.named_parameters():
-        masters = [place.masters[name]] if place.masters[name].data_ptr() != parameter.data_ptr() else []
-        kept = sum(x.nbytes for x in (*place.states[name].values(), *masters))
-        assert kept == state_bytes(name, parameter, place.rows[name], run), name
-        total += kept
+        n_bytes = sum(x.nbytes for x in place.states[name].values())
+        if place.masters[name].data_ptr() != parameter.data_ptr():
+            n_bytes += place.masters[name].nbytes
+        assert n_bytes == state_bytes(name, parameter, place.rows[name], run), name
+        total += n_bytes
     assert expected is None or total == expected * model.n_params()
-
-
-def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
-    run = RunShape(batch_size=1, dtype="float32", offload="optimizer")
-    assert state_bytes("", torch.empty(8, 8, device="meta"), (8,), run) == 12 * 64
 
 
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
@@ -224,25 +200,20 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
 # ----------------------------------------------------------------------------------------------------------------------
 # Every rule. test_kernels_adamw.py tests the kernels; test_muon.py and test_galore.py the formulas
 
-IN_ROWS = dict(n_embd=256, ffn_dim=256)  # rows of whole blocks
+IN_ROWS = dict(n_embd=256, ffn_dim=256)  # rows of whole groups
 IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
-MUON, GALORE = dict(optimizer="muon"), dict(optimizer="galore", galore_rank=4)
-
+MUON = dict(optimizer="muon")
+GALORE = dict(optimizer="galore", galore_rank=4)
 
 RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1)]
 
 
-@pytest.fixture
-def default_dtype():
-    yield torch.set_default_dtype
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("rule, place", [*((rule, OnDevice) for rule in RULES), (AdamW(), OnCPU)], ids=str)
-def test_a_default_dtype_for_models_changes_no_step(rule, place, default_dtype):
+def test_a_default_dtype_for_models_changes_no_step(rule, place, request):
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        default_dtype(dtype)
+        torch.set_default_dtype(dtype)
         torch.manual_seed(0)
         model = llama(CONFIG_IN_ROWS)
         optimizer = Optimizer(model, rule, place(), grad_clip=1.0, scales_loss=True)
@@ -274,21 +245,21 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     assert changed == set(optimizer.parameters) and all(x.isfinite().all() for x in model.parameters())
 
 
-@pytest.mark.parametrize("settings, n_states, other, sentence", [
-    (IN_8_BITS, (4, 4), dict(optimizer_bits=32), "optimizer_bits 8 (this run: 32): pass --optimizer_bits=8, or change"),
-    (IN_8_BITS | dict(offload="optimizer", dtype="bfloat16"), (4, 4), dict(optimizer_bits=32), "has optimizer_bits 8"),
-    (MUON, (2, 1), dict(optimizer="adamw"), "optimizer muon (this run: adamw): pass --optimizer=muon, or change out_d"),
-    (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), dict(optimizer="adamw"), "has optimizer muon"),
-    (dict(optimizer="normuon"), (2, 2), MUON, "has optimizer normuon"),
-    (GALORE, (2, 3), dict(galore_rank=2), "has galore_rank"),
-    (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
-    *((settings, (2, 2), dict(n_layer=3), "has n_layer 2") for settings in (
+@pytest.mark.parametrize("settings, n_states, other", [
+    (IN_8_BITS, (4, 4), {"optimizer_bits": 32}),
+    (IN_8_BITS | dict(offload="optimizer", dtype="bfloat16"), (4, 4), {"optimizer_bits": 32}),
+    (MUON, (2, 1), {"optimizer": "adamw"}),
+    (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), {"optimizer": "adamw"}),
+    (dict(optimizer="normuon"), (2, 2), MUON),
+    (GALORE, (2, 3), {"galore_rank": 2}),
+    (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), {"galore_rank": 2}),
+    *((settings, (2, 2), {"n_layer": 3}) for settings in (
         {}, dict(dtype="bfloat16"), dict(dtype="float16"), dict(dtype="bfloat16", offload="optimizer"),
         dict(dtype="float16", offload="all"), dict(tie_embeddings=False, n_embd=24, ffn_dim=19),
     )),
 ], ids=str)  # fmt: skip
-def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another_rule(
-    train, tmp_path, monkeypatch, capsys, settings, n_states, other, sentence
+def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another(
+    train, tmp_path, monkeypatch, capsys, settings, n_states, other
 ):
     monkeypatch.setattr("optimizers.rules.GaLore", functools.partial(GaLore, interval=3))
     states = train(**settings, keep_last=5)["optimizer"].place.states
@@ -296,7 +267,7 @@ def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another_rule(
     whole = losses(tmp_path / "out")
     assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
     shutil.rmtree(tmp_path / "out/step_000008")
-    assert sentence in error_of(train, capsys, **settings | other)
+    assert f"has {next(iter(other))} " in error_of(train, capsys, **settings | other)
     train(**settings, keep_last=5)
     assert losses(tmp_path / "out") == whole
 

@@ -104,7 +104,7 @@ def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train):
     dict(dtype="bfloat16"),
 ], ids=str)  # fmt: skip
 def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(model_module, "MLP_CHUNK", 1)  # then 4C tokens, 128, are the limit
+    monkeypatch.setattr("kernels.execution.MLP_CHUNK", 1)  # then 4C tokens, 128, are the limit
     run = train(**{"batch_size": 16} | settings, activation_checkpointing="full")
     assert run["run_shape"].how.groups_of_sequences(run["batch_size"], 32, run["n_embd"]) > 1
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
@@ -125,7 +125,7 @@ def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_p
     ("offload_activations", dict(activation_checkpointing="full", n_layer=5)),
 ], ids=str)  # fmt: skip
 def test_a_cuda_graph_and_activations_on_the_cpu_change_no_loss(train, tmp_path, monkeypatch, name, settings):
-    monkeypatch.setattr(model_module, "MLP_CHUNK", 1)
+    monkeypatch.setattr("kernels.execution.MLP_CHUNK", 1)
     for value in (False, True):
         train(device="cuda", max_iters=12, out_dir=tmp_path / str(value), **settings, **{name: value})
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
