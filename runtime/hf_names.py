@@ -102,8 +102,9 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
     The rows' tensors are views of x: write them to a file, or read a file into them.
     """
     names = hf_names(name)
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    sizes = config.packed_rows.get(module, (len(x),))
+    sizes = [len(x)]
+    if len(names) > 1:
+        sizes = config.packed_rows[name.split(".")[-2]]
     if name.endswith("lora_a"):  # the same number of rows for each matrix
         sizes = [len(x) // len(names)] * len(names)
     if sum(sizes) != len(x):  # a state whose rows differ from its parameter's stays whole, under our name
