@@ -12,7 +12,8 @@ from runtime.hf_config import DEFAULTS, read_config
 from tests.published import SCALING, assert_same_model, edit_config, publish
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def test_defaults_are_those_of_transformers():
@@ -78,7 +79,8 @@ def test_other_kinds_of_rope_are_refused_in_either_place(tmp_path, kind, name, p
 
 
 def test_a_tied_file_may_keep_the_head_alone(tmp_path):
-    hf, path = publish(tmp_path), tmp_path / "model.safetensors"
+    hf = publish(tmp_path)
+    path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {HEAD: tensors.pop(EMBEDDING)}, path, {"format": "pt"})
     assert_same_model(tmp_path, hf)

@@ -22,7 +22,8 @@ RANKS = 3
 @pytest.fixture
 def gpus(monkeypatch):
     """Buffers and signals in CPU memory; a stream is a thread. Reading a buffer takes a while."""
-    together, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=100)
+    together = [None] * RANKS
+    barrier = threading.Barrier(RANKS, timeout=100)
     state = SimpleNamespace(misplaced=0)
 
     def rendezvous(buffer, rank):
@@ -36,11 +37,13 @@ def gpus(monkeypatch):
             return buffers[other].roll(-state.misplaced)[offset:][: shape.numel()]
 
         handle = SimpleNamespace(world_size=RANKS, rank=rank, get_buffer=get_buffer)
-        handle.signal_pad_ptrs, handle.kept = [pad.data_ptr() for pad in pads], pads
+        handle.signal_pad_ptrs = [pad.data_ptr() for pad in pads]
+        handle.kept = pads
         return handle
 
     def on_stream(operation, address, value):
-        signal, end = ctypes.c_int32.from_address(address), time.monotonic() + 100
+        signal = ctypes.c_int32.from_address(address)
+        end = time.monotonic() + 100
         if operation == "cuStreamWriteValue32":
             signal.value = value
         while signal.value < value:
@@ -64,11 +67,14 @@ def on_every_rank(function):
 @pytest.mark.parametrize("gathers, reductions", [(1, 1), (3, 2)])
 def test_copy_engines_gather_and_reduce_exactly_however_often_buffers_are_reused(gpus, gathers, reductions):
     def work(group):
-        me, random_times = group.rank(), random.Random(group.rank())
-        gather, scatter = CopyEngineAllGather(group, gathers, 60), CopyEngineReduceScatter(group, reductions, 60)
+        me = group.rank()
+        random_times = random.Random(group.rank())
+        gather = CopyEngineAllGather(group, gathers, 60)
+        scatter = CopyEngineReduceScatter(group, reductions, 60)
         for turn in range(15):
             time.sleep(0.004 * random_times.random())
-            n, values = 20 - turn % 4, torch.arange(RANKS)
+            n = 20 - turn % 4
+            values = torch.arange(RANKS)
             out = gather.allocate((RANKS * n,), dtype=torch.float32, device="cpu")
             gather(out, out.view(RANKS, n)[me].fill_(100 * turn + me), group)
             assert torch.equal(out.view(RANKS, n), (100 * turn + values)[:, None].expand(RANKS, n).float())

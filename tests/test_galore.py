@@ -65,12 +65,14 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
         set_gradients(model)
         for (name, i), state in exact.items():
             p = model.get_parameter(name)
-            g, (w, q, m, v) = p.grad.double().split(optimizer.place.rows[name])[i], state
+            g = p.grad.double().split(optimizer.place.rows[name])[i]
+            w, q, m, v = state
             if t in (1, 4):
                 new = torch.linalg.svd(g, full_matrices=False).Vh[:RANK].T
                 q = new if q is None else new * torch.where((new * q).sum(0) < 0, -1.0, 1.0)
             r = g @ q
-            m, v = 0.9 * m + 0.1 * r, 0.95 * v + 0.05 * r * r
+            m = 0.9 * m + 0.1 * r
+            v = 0.95 * v + 0.05 * r * r
             n = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
             state[:] = w - 0.01 * (0.1 * w + (p.shape[1] / RANK) ** 0.5 * n @ q.T), q, m, v
         optimizer.step(lr=0.01)
@@ -84,7 +86,8 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
 
 
 def test_the_first_basis_comes_from_a_seed_that_all_processes_know(monkeypatch):
-    seeds, optimizer = [], Optimizer(model := Llama(CONFIG), GaLore(rank=RANK), OnDevice())
+    seeds = []
+    optimizer = Optimizer(model := Llama(CONFIG), GaLore(rank=RANK), OnDevice())
     monkeypatch.setattr("optimizers.galore.renew", lambda basis, g, finite, seed, ranks: seeds.append(seed))
     set_gradients(model)
     optimizer.step(lr=0.0)

@@ -48,12 +48,14 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(qu
     # also in chunks of the MLP
     how = dict(checkpointing="full", mlp_chunks=2) if fused else dict(kernels="none")
     model, dense = adapted(quantize_base, attention="sdpa", **how)
-    leaves, weights = {}, dict(dense)
+    leaves = {}
+    weights = dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
             leaves[name] = p.detach().clone().requires_grad_()
     for name in [name.removesuffix(".lora_a") for name in leaves if name.endswith("lora_a")]:
-        a, b = leaves[f"{name}.lora_a"].split(3), leaves[f"{name}.lora_b"].split(model.get_submodule(name).rows)
+        a = leaves[f"{name}.lora_a"].split(3)
+        b = leaves[f"{name}.lora_b"].split(model.get_submodule(name).rows)
         weights[f"{name}.weight"] = dense[f"{name}.weight"] + 5 / 3 * torch.cat(
             [b_i @ a_i for a_i, b_i in zip(a, b, strict=True)]
         )
@@ -83,7 +85,8 @@ def test_merged_model_is_plain_and_computes_the_same(quantize_base, plain_pytorc
 
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
     with torch.device("meta"):
-        plain, models = Llama(TINY), [Llama(TINY) for _ in range(2)]
+        plain = Llama(TINY)
+        models = [Llama(TINY) for _ in range(2)]
     two_thirds = plain.flops_per_token(0) * 2 // 3
     for model, quantize_base in zip(models, ("none", "nf4"), strict=True):
         add_lora(model, 3, 5.0, quantize_base)
@@ -101,7 +104,9 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
         model.init_weights(seed)
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
-    first, again, other = made(3, 1), made(3, 1), made(3, 2)
+    first = made(3, 1)
+    again = made(3, 1)
+    other = made(3, 2)
     for name, x in first.items():
         assert torch.equal(x, again[name])
         if name.endswith("lora_b"):
@@ -231,7 +236,8 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
     import peft  # takes seconds
 
-    folder, tokens = trained[name] / "step_000008", torch.randint(0, 256, (2, 16))
+    folder = trained[name] / "step_000008"
+    tokens = torch.randint(0, 256, (2, 16))
     with torch.no_grad():
         ours = load_model(folder)(tokens)
         published = load_model(base)(tokens)
@@ -243,7 +249,8 @@ def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base,
 
 
 def test_adapters_on_four_bits_fit_the_base_that_bitsandbytes_quantises(base, trained):
-    functional, tokens = pytest.importorskip("bitsandbytes.functional"), torch.randint(0, 256, (2, 16))
+    functional = pytest.importorskip("bitsandbytes.functional")
+    tokens = torch.randint(0, 256, (2, 16))
     import peft
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -253,14 +260,16 @@ def test_adapters_on_four_bits_fit_the_base_that_bitsandbytes_quantises(base, tr
                 w = module.weight
                 codes, state = functional.quantize_4bit(w, compress_statistics=True, quant_type="nf4")
                 # Read back by ours: bitsandbytes' is wrong on a CPU for rows shorter than a block, its scales coarser.
-                codes, scale_codes = codes.view(len(w), -1), quantize_nf4(w).scale_codes
+                codes = codes.view(len(w), -1)
+                scale_codes = quantize_nf4(w).scale_codes
                 w.copy_(dequantize_nf4(NF4(codes, scale_codes, state.state2.absmax, state.offset), torch.empty_like(w)))
         theirs = peft.PeftModel.from_pretrained(theirs, trained["nf4"] / "step_000008")(tokens).logits
         assert (theirs - load_model(trained["nf4"])(tokens)).abs().max() < 1e-5
 
 
 def test_convert_merges_into_the_base_that_it_names(base, trained, tmp_path):
-    model, tokens = load_model(trained["nf4"]), torch.randint(0, 256, (1, 16))
+    model = load_model(trained["nf4"])
+    tokens = torch.randint(0, 256, (1, 16))
     merged = {}
     for merge in ("trained", "original"):
         named = convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
@@ -285,7 +294,8 @@ def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained
 
 def test_sample_reads_adapters(base, trained, tmp_path):
     convert(trained["nf4"] / "step_000008", tmp_path, "float32", "trained")
-    folders, options = (trained["nf4"], tmp_path, base), dict(max_new_tokens=20, device="cpu")
+    folders = (trained["nf4"], tmp_path, base)
+    options = dict(max_new_tokens=20, device="cpu")
     adapters, merged, without = (finish(options | {"out_dir": folder}, script="sample.py").stdout for folder in folders)
     assert adapters == merged != without
 

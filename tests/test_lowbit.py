@@ -59,7 +59,8 @@ def _codes_kernel(x_ptr, table_ptr, codes_ptr, absmax_ptr, BLOCKS: tl.constexpr)
 
 def quantize_by_kernel(x, signed):
     x = x.view(-1, BLOCK)
-    codes, absmax = torch.full(x.shape, -1, dtype=torch.int32, device=DEVICE), x.new_empty(len(x))
+    codes = torch.full(x.shape, -1, dtype=torch.int32, device=DEVICE)
+    absmax = x.new_empty(len(x))
     table = quantization_tables(signed, x.device)[1]
     _codes_kernel[(triton.cdiv(len(x), 4),)](x, table, codes, absmax, BLOCKS=4)
     assert codes.min() >= 0 and codes.max() <= 255
@@ -87,7 +88,8 @@ def test_a_round_trip_through_eight_bits_costs_about_a_percent(signed, error):
     x = torch.randn(2**16 + 188) if signed else torch.randn(2**16 + 188).square()  # the last block is short
     codes, absmax = quantize_blocks_reference(x, signed)
     assert codes.shape == x.shape and absmax.shape == (257,) and absmax[256] == x[2**16 :].abs().max()
-    back, scale = dequantize_blocks_reference(codes, absmax, signed), absmax.repeat_interleave(BLOCK)[: len(x)]
+    back = dequantize_blocks_reference(codes, absmax, signed)
+    scale = absmax.repeat_interleave(BLOCK)[: len(x)]
     assert (back - x).norm() / x.norm() < error
     gap = dynamic_map(signed).diff().max() / 2 * scale * (1 + 1e-6)
     gap = torch.where(x < 0, gap + 0.0071 * scale, gap)  # no −1: −0.993 is the lowest
@@ -98,8 +100,13 @@ def test_a_round_trip_through_eight_bits_costs_about_a_percent(signed, error):
 @each_sign
 def test_nan_inf_zeros_and_denormals_stay_in_their_block(signed):
     x = torch.randn(8, BLOCK, device=DEVICE).abs()
-    x[0, 3], x[1, 5], x[2], x[3], x[4] = float("nan"), float("inf"), 0.0, 1e-42, 3e38
-    by_kernel, by_reference = quantize_by_kernel(x, signed), quantize_blocks_reference(x, signed)
+    x[0, 3] = float("nan")
+    x[1, 5] = float("inf")
+    x[2] = 0.0
+    x[3] = 1e-42
+    x[4] = 3e38
+    by_kernel = quantize_by_kernel(x, signed)
+    by_reference = quantize_blocks_reference(x, signed)
     for quantized in (by_kernel, by_reference):
         back = dequantize_blocks_reference(*quantized, signed)
         assert back[0].isnan().all() and not back[1].isfinite().any()
@@ -172,7 +179,8 @@ def test_nf4_is_that_of_bitsandbytes(dtype):
 def test_nf4_kernels_are_the_reference_bit_for_bit(shape, dtype, monkeypatch):
     monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # weights that the reference takes at once
     weight = (0.02 * torch.randn(shape, device=DEVICE)).to(dtype)
-    ours, plain = quantize_nf4(weight), reference.quantize_nf4(weight)
+    ours = quantize_nf4(weight)
+    plain = reference.quantize_nf4(weight)
     assert_same(ours, plain, "codes and scales")
     outs = [torch.empty(shape, dtype=FP32, device=DEVICE) for _ in range(2)]
     assert_same([dequantize_nf4(ours, outs[0])], [reference.dequantize_nf4(plain, outs[1])], "what is read back")
@@ -206,7 +214,8 @@ def test_nf4_refuses_partial_groups(shape):
 
 def test_nf4_compiles_into_one_graph():
     weight = quantize_nf4(0.02 * torch.randn(4, 64, device=DEVICE))
-    out, x = torch.empty(4, 64, dtype=BF16, device=DEVICE), torch.randn(2, 64, device=DEVICE)
+    out = torch.empty(4, 64, dtype=BF16, device=DEVICE)
+    x = torch.randn(2, 64, device=DEVICE)
     torch.library.opcheck(torch.ops.nanocria.dequantize_nf4.default, (*weight, out))
 
     def project(x, weight):
@@ -248,7 +257,8 @@ def test_nf4_past_2_to_the_31_elements():
 
 
 def test_nf4_has_its_values_whatever_the_default_dtype_is():
-    weight, out = torch.randn(64, 64, device=DEVICE), torch.empty(2, 64, 64, device=DEVICE)
+    weight = torch.randn(64, 64, device=DEVICE)
+    out = torch.empty(2, 64, 64, device=DEVICE)
     dequantize_nf4(quantize_nf4(weight), out[0])
     tables = sys.modules["kernels.nf4"].tables
     tables.cache_clear()

@@ -28,7 +28,9 @@ from tests.watch import Watch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FP64 = torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 PLAIN = {"kernels": "none"}
 MODES = ["none", "selective", "full"]
@@ -161,7 +163,8 @@ def attention_flops(q_shape, k_shape, *_, **__):
 
 
 def test_flops_per_token_are_those_that_run():
-    model, (tokens, targets) = build(**PLAIN), batch(n_time=64)
+    model = build(**PLAIN)
+    tokens, targets = batch(n_time=64)
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # PyTorch's counter does not know it
     counter = functools.partial(FlopCounterMode, display=False, custom_mapping={cpu_attention: attention_flops})
     with counter() as forward:
@@ -203,7 +206,8 @@ def test_configs_build_the_published_models(name):
 
 def test_bf16_weights_keep_fp32_angles_and_give_an_fp32_loss():
     settings = {"block_size": 512, "n_layer": 1, **({} if HAS_GPU else PLAIN)}
-    model, truth = build(dtype=BF16, **settings), build(dtype=BF16, **settings).double()
+    model = build(dtype=BF16, **settings)
+    truth = build(dtype=BF16, **settings).double()
     tables = []
     for m in (model, truth):
         m.layers[0].register_forward_pre_hook(lambda _, args: tables.extend(args[2:4]))
@@ -361,7 +365,8 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
     truth = loss_and_gradients(build(dtype=BF16, config=LARGE, **PLAIN).double(), tokens, targets)
     assert torch.equal(results[0]["loss"], results[1]["loss"])  # only the order of sums in backward may differ
     for name, exact in truth.items():
-        ours, plain = error(results[1][name], exact), error(results[2][name], exact)
+        ours = error(results[1][name], exact)
+        plain = error(results[2][name], exact)
         assert ours <= 1.2 * plain + 2**-8, f"{name}: relative error {ours:.1e}, plain PyTorch has {plain:.1e}"
 
 
@@ -372,7 +377,8 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
 def test_hopper_runs_the_attention_asked_for(attention, operator):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("before Hopper flash attention comes first")
-    model, (tokens, targets) = build(dtype=BF16, config=LARGE, attention=attention), batch(n_time=512)
+    model = build(dtype=BF16, config=LARGE, attention=attention)
+    tokens, targets = batch(n_time=512)
     with Watch() as seen:
         model(tokens, targets).backward()
     assert seen.calls("attention") == seen.ops[operator] == LARGE.n_layer, seen.ops

@@ -198,7 +198,8 @@ def test_tensors_and_transfers_see_the_same_bytes(drive, direct):
     if not direct:
         fcntl.fcntl(file.file, fcntl.F_SETFL, fcntl.fcntl(file.file, fcntl.F_GETFL) & ~os.O_DIRECT)
         file.direct = False
-    beside, x = file.zeros((3, 5), torch.bfloat16), file.zeros((300, 1000), torch.float32)  # more than is reserved
+    beside = file.zeros((3, 5), torch.bfloat16)
+    x = file.zeros((300, 1000), torch.float32)  # more than is reserved
     assert file.holds(x) and not file.holds(torch.zeros(3)) and not x.any(), "what the drive was measured with is there"
     memory = page_aligned(x.nbytes)
     values = memory[: x.nbytes].view(torch.float32).view(x.shape)

@@ -313,7 +313,8 @@ def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_back
     config = LlamaConfig(**CONFIG.__dict__ | {"n_layer": 5})  # two of them are held at a time
     models = [llama(config), llama(config)]
     streamed = StreamedWeights(models[0], "cpu")
-    root, tokens = streamed.root.untyped_storage(), torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
+    root = streamed.root.untyped_storage()
+    tokens = torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
     for evaluates in (True, False):
         held = [root.nbytes()]
         if evaluates:  # after it the first blocks are gone
@@ -431,7 +432,8 @@ def test_half_precision_follows_float32(train, tmp_path):
 
 
 def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp_path, monkeypatch):
-    true_norm, seen = Optimizer.grad_norm, []
+    true_norm = Optimizer.grad_norm
+    seen = []
 
     def overflow_twice(self):
         seen.append(true_norm(self))

@@ -27,7 +27,8 @@ class Cudart:
 
     def __init__(self, monkeypatch, register=0, unregister=0, wait=lambda device: None):
         gc.collect()  # earlier tests' memory is CUDA's to unregister
-        self.calls, self.codes = [], {"register": register, "unregister": unregister}
+        self.calls = []
+        self.codes = {"register": register, "unregister": unregister}
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda i: self.calls.append(("wait", i)) or wait(i))

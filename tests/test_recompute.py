@@ -70,9 +70,12 @@ def test_every_way_to_execute_a_model_trains_the_same(monkeypatch, way):
 
 
 def test_attention_in_triton_trains_the_same(monkeypatch):
-    dtype, calls, attention = FP32 if HAS_GPU else FP64, [], attention_file.flash_attention
+    dtype = FP32 if HAS_GPU else FP64
+    calls = []
+    attention = attention_file.flash_attention
     monkeypatch.setattr(attention_file, "flash_attention", lambda *inputs: calls.append(1) or attention(*inputs))
-    ours, plain = build(attention="triton", dtype=dtype, **FULL), build(dtype=dtype, **PLAIN)
+    ours = build(attention="triton", dtype=dtype, **FULL)
+    plain = build(dtype=dtype, **PLAIN)
     found, truth = (loss_and_gradients(model, *batch(n_time=5)) for model in (ours, plain))
     assert_close(found, truth, 3e-6 if HAS_GPU else 1e-12)
     assert len(calls) == 2 * SMALL.n_layer, "in forward and for backward, of the one model alone"
@@ -81,7 +84,8 @@ def test_attention_in_triton_trains_the_same(monkeypatch):
 @pytest.mark.parametrize("offload_activations", [False, True])
 def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monkeypatch, offload_activations):
     tokens, targets = batch(n_batch=5, n_time=2)
-    plain, sizes = build(n_layer=1, **PLAIN)(tokens, targets), []
+    plain = build(n_layer=1, **PLAIN)(tokens, targets)
+    sizes = []
     model = executed(monkeypatch, groups=3, n_layer=1, **FULL, offload_activations=offload_activations)
     compute = Block.compute
     watched = lambda layer, x, *rest: sizes.append(len(x)) or compute(layer, x, *rest)  # noqa: E731
@@ -96,18 +100,21 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
 def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
     """The same bits as when every gradient has its own memory."""
     loss_file = importlib.import_module("kernels.linear_cross_entropy")
-    fill_chunks, over_x = loss_file._fill_chunks, []
+    fill_chunks = loss_file._fill_chunks
+    over_x = []
     filled = lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest)  # noqa: E731
     monkeypatch.setattr(loss_file, "_fill_chunks", filled)
     options = {"chunk_tokens": 3, "fp32_dweight": fp32_dweight}
     monkeypatch.setattr(Execution, "loss_options", lambda *_: dict(options))
     monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 2)
-    data, settings = batch(n_batch=4, n_time=2), dict(dtype=BF16, checkpointing=mode)
+    data = batch(n_batch=4, n_time=2)
+    settings = dict(dtype=BF16, checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
     assert over_x == [True]
     backward = recompute_file._Recomputed.backward
     monkeypatch.setattr(recompute_file._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
-    loss, norm = kernels.linear_cross_entropy, kernels.add_rms_norm
+    loss = kernels.linear_cross_entropy
+    norm = kernels.add_rms_norm
     for name, apart in {
         "linear_cross_entropy": lambda *inputs, **more: loss(*inputs, **more | {"overwrite_x": False}),
         "add_rms_norm": lambda *inputs: norm(*inputs[:-1], overwrite_dy=False),
@@ -154,7 +161,8 @@ def test_weight_gradients_of_groups_are_summed_in_float32_and_rounded_once():
 
 
 def test_weight_gradients_of_slices_are_summed_in_float32_and_rounded_once():
-    mlp, found = build(dtype=BF16).layers[0].mlp, []
+    mlp = build(dtype=BF16).layers[0].mlp
+    found = []
     x, dy = (torch.randn(36, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     for chunks in (1, 3):
         norm = build(dtype=BF16).layers[0].mlp_norm
@@ -165,7 +173,9 @@ def test_weight_gradients_of_slices_are_summed_in_float32_and_rounded_once():
 
 
 def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
-    model, streams, live = build(checkpointing="full"), [], []
+    model = build(checkpointing="full")
+    streams = []
+    live = []
 
     def watched(*inputs, compute=Block.compute):
         outputs = compute(*inputs)
@@ -184,7 +194,8 @@ def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
 
 
 def test_sizes_of_chunks_and_groups():
-    full, none = Execution(checkpointing="full"), Execution()
+    full = Execution(checkpointing="full")
+    none = Execution()
     for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
                                                  (8193, 2048, True)):  # fmt: skip
         expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
@@ -221,7 +232,8 @@ def test_offloaded_activations_serve_one_backward(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_twice_doubles_the_gradients(mode):
-    model, (tokens, targets) = build(checkpointing=mode, **PLAIN), batch(n_time=5)
+    model = build(checkpointing=mode, **PLAIN)
+    tokens, targets = batch(n_time=5)
     loss = model(tokens, targets)
     loss.backward(retain_graph=True)
     once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -242,7 +254,8 @@ def rows_of_documents():
 @functools.cache
 def documents_alone():
     """Each document as its own sequence, for plain PyTorch."""
-    model, (tokens, targets, _) = build(**PLAIN), rows_of_documents()
+    model = build(**PLAIN)
+    tokens, targets, _ = rows_of_documents()
     for row, *ends in ((0, 0, 3, 5, 8), (1, 0, 3, 4, 7, 8)):
         for a, b in itertools.pairwise(ends):
             alone = slice(row, row + 1), slice(a, b)
@@ -255,7 +268,8 @@ def documents_alone():
     FULL | PLAIN, FULL | {"groups": 2},
 ], ids=str)  # fmt: skip
 def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
-    model, (tokens, targets, doc_starts) = executed(monkeypatch, **settings), rows_of_documents()
+    model = executed(monkeypatch, **settings)
+    tokens, targets, doc_starts = rows_of_documents()
     found = loss_and_gradients(model, tokens, targets, doc_starts)
     with torch.no_grad():
         assert error(model(tokens, targets, doc_starts), found["loss"]) < 1e-12, "evaluation has the same documents"
@@ -265,7 +279,8 @@ def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
 
 def cost_of_a_layer(mode):
     """Elements per token that forward keeps for backward, and calls of matmuls and attention in a step."""
-    n_time, costs = 256 if HAS_GPU else 4, []
+    n_time = 256 if HAS_GPU else 4
+    costs = []
     for n_layer in (1, 2):
         dtype = BF16 if HAS_GPU else FP64
         model = build(n_layer=n_layer, block_size=n_time, dtype=dtype, checkpointing=mode)
@@ -279,7 +294,10 @@ def cost_of_a_layer(mode):
 
 
 def test_each_checkpointing_mode_saves_and_recomputes_what_it_should():
-    C, KD, F, H = SMALL.n_embd, SMALL.n_kv_head * SMALL.head_dim, SMALL.ffn_dim, SMALL.n_head
+    C = SMALL.n_embd
+    KD = SMALL.n_kv_head * SMALL.head_dim
+    F = SMALL.ffn_dim
+    H = SMALL.n_head
     elements, matmuls, attentions = zip(*(cost_of_a_layer(mode) for mode in MODES), strict=True)
     attention = C + 1 + C + 2 * KD + C + H  # its norm's input and rstd; q, k, v; what it returned and its log-sum-exp
     mlp = C + 1  # its norm's input and rstd
