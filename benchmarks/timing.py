@@ -17,7 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from data.write import cpu_cores
+from data.encode import cpu_cores
 
 GRAPH_MS = 10  # approximate time of one replay: long compared with an event's resolution, half a microsecond
 ROW_MS = 150  # approximate time of all replays of a measurement

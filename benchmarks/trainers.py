@@ -34,8 +34,8 @@ import plain_llama
 from benchmarks.settings import ROOT
 from benchmarks.timing import mark, seconds_between
 from configurator import preview
+from data.encode import cpu_cores
 from data.loader import open_dataset
-from data.write import cpu_cores
 from model import Llama, LlamaConfig
 from runtime import memory_stats
 from runtime.hf_config import write_config

@@ -1,6 +1,6 @@
 # A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 702 million tokens.
 #   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.192.tar.xz && tar -xf linux-6.1.192.tar.xz
-#   python data/text/prepare.py --input linux-6.1.192 --errors skip --tokenizer gpt2 --out data/linux
+#   python data/text/prepare.py --input linux-6.1.192 --format text --errors skip --tokenizer gpt2 --out data/linux
 #   python train.py config/linux_114m.py                                        # one H100 or H200
 #   python train.py config/linux_114m.py --optimizer=muon --learning_rate=2.4e-3 --out_dir=out/linux_114m_muon
 #   python sample.py --out_dir=out/linux_114m --prompt="static int __init"

@@ -1,19 +1,19 @@
 """Documents to token ids, in this process or in several.
 
-Documents travel to the worker processes, and their ids come back, in batches of about a megabyte:
-
-    for encoded in encode_documents([("train", "some text"), ("val", "more text")], tokenizer, 8, encode=None):
-        tokens, mask, counts = encoded["train"]
+for encoded in encode_documents([("train", "some text"), ("val", "more text")], tokenizer, workers=8):
+    tokens, mask, counts = encoded["train"]
 """
 
 import multiprocessing
+import os
 import signal
-import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain, islice
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -27,53 +27,74 @@ Document = tuple[str, str]  # (split, text)
 Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
 
 
+def cpu_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int, encode: Encode | None
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
 ) -> Iterator[dict]:
-    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
-    if workers == 1:
-        for batch in batches(documents):
+    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order.
+
+    Each worker has its own pipe, and they take turns: so the results come in order, and one that is killed, even
+    halfway through a result, is noticed. (A pool of the standard library would wait for the other half forever.)
+    """
+    encode = encode or encode_text
+    waiting = batches(documents)
+    first = list(islice(waiting, workers))
+    if len(first) < 2:
+        for batch in chain(first, waiting):
             yield encode_batch(batch, tokenizer, encode)
         return
-    # spawn: fork would copy locks held by the threads of whatever library reads the documents
-    context, processes, thread = multiprocessing.get_context("spawn"), [], threading.local()
-
-    def encode_in_worker(batch: list[Document]) -> dict:
-        """Each thread has its own process and pipe, so a killed process is noticed even halfway through a result.
-        ProcessPoolExecutor has one pipe for all results and waits forever for the other half.
-        """
-        try:
-            if not hasattr(thread, "pipe"):
-                pipe, end = context.Pipe()
-                with end:
-                    process = context.Process(target=work, args=(end,), daemon=True)
-                    process.start()
-                processes.append(process)
-                thread.pipe = pipe
-                pipe.send((tokenizer, encode))  # not in args: start() waits forever if the process dies before reading
-            thread.pipe.send(batch)
-            encoded = thread.pipe.recv()
-        except (EOFError, OSError):
-            raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from None
-        if isinstance(encoded, Exception):
-            raise encoded
-        return encoded
-
-    threads, pending = ThreadPoolExecutor(workers), deque()
+    context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
+    processes, pipes = [], deque()
     try:
-        for batch in batches(documents):
-            pending.append(threads.submit(encode_in_worker, batch))
-            if len(pending) > 2 * workers:  # bounds the memory: the input may be far larger
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for _ in first:
+            pipe, workers_end = context.Pipe()
+            process = context.Process(target=work, args=(workers_end,), daemon=True)
+            process.start()
+            workers_end.close()
+            processes.append(process)
+            pipes.append(pipe)
+        for pipe, batch in zip(pipes, first, strict=True):
+            send(pipe, (tokenizer, encode))
+            send(pipe, batch)
+        for batch in waiting:
+            pipe = pipes.popleft()
+            encoded = receive(pipe)
+            send(pipe, batch)
+            pipes.append(pipe)
+            yield encoded
+        for pipe in pipes:
+            yield receive(pipe)
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.terminate()
 
 
-def work(pipe) -> None:
+def send(pipe: Connection, content: Any) -> None:
+    try:
+        pipe.send(content)
+    except OSError as error:
+        raise worker_died() from error
+
+
+def receive(pipe: Connection) -> dict:
+    try:
+        encoded = pipe.recv()
+    except (EOFError, OSError) as error:
+        raise worker_died() from error
+    if isinstance(encoded, Exception):
+        raise encoded
+    return encoded
+
+
+def worker_died() -> OSError:
+    return OSError("a worker process died, perhaps out of memory: try fewer --workers")
+
+
+def work(pipe: Connection) -> None:
     """The loop of a worker process: encode batches until the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with suppress(EOFError, ConnectionError):
@@ -89,34 +110,36 @@ def work(pipe) -> None:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, chars = [], 0
+    batch, n_chars = [], 0
     for split, text in documents:
-        if split not in SPLITS:
-            raise ValueError(f"a document's split is {' or '.join(SPLITS)}, not {split!r}")
+        assert split in SPLITS, split
         batch.append((split, text))
-        chars += len(text)
-        if chars >= BATCH_CHARS:
+        n_chars += len(text)
+        if n_chars >= BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch, n_chars = [], 0
     if batch:
         yield batch
-
-
-def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
-    found = {split: ([], [], Counter()) for split in SPLITS}
-    for split, text in batch:
-        tokens, mask, counts = found[split]
-        ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
-        tokens += ids
-        mask += bits
-        counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
-        if encode:
-            counts["targets"] += sum(bit & IS_TARGET for bit in bits)
-    dtype = token_dtype(tokenizer.n_vocab)
-    return {s: (np.array(t, dtype), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
     return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
+
+
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode = encode_text) -> dict:
+    tokens = {split: [] for split in SPLITS}
+    masks = {split: [] for split in SPLITS}
+    counts = {split: Counter() for split in SPLITS}
+    for split, text in batch:
+        ids, mask, n_bytes = encode(text, tokenizer)
+        tokens[split] += ids
+        masks[split] += mask
+        counts[split].update(documents=1, tokens=len(ids), bytes=n_bytes)
+        if mask:
+            counts[split]["targets"] += sum(bits & IS_TARGET for bits in mask)
+    dtype = token_dtype(tokenizer.n_vocab)
+    return {
+        split: (np.array(tokens[split], dtype), np.array(masks[split], np.uint8), counts[split]) for split in SPLITS
+    }

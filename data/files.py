@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LFS_ADVICE = "is a git-lfs pointer, not the file: fetch it with git lfs pull"
 
@@ -69,14 +70,14 @@ def is_lfs_pointer(head: bytes) -> bool:
     return head.startswith(b"version https://git-lfs")
 
 
-class LfsPointer(ValueError):
-    """A file is the three lines that stand for it in a clone made without git-lfs."""
+class Unreadable(ValueError):
+    """A file is damaged, cut off, or not what it should be."""
 
 
 def refuse_lfs_pointer(head: bytes, path: Path) -> None:
-    """Raises LfsPointer if a file begins as one."""
+    """Raises Unreadable if a file begins as the three lines that stand for it in a clone made without git-lfs."""
     if is_lfs_pointer(head):
-        raise LfsPointer(f"{path} {LFS_ADVICE}")
+        raise Unreadable(f"{path} {LFS_ADVICE}")
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -91,6 +92,15 @@ def read_small(path: Path, limit: int) -> bytes:
         raise ValueError(f"{path} has more than {limit:,} bytes, which is too large for a file of this kind")
     refuse_lfs_pointer(content, path)
     return content
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """The content of a JSON file of at most `limit` bytes. ValueError, OSError as read_small's."""
+    content = read_small(path, limit)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+        raise ValueError(f"{path} is not JSON ({error})") from error
 
 
 def write_json(path: Path, content: dict) -> None:

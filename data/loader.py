@@ -78,9 +78,15 @@ class Blocks:
     packing = ""  # for the log: a sentence about Packed blocks
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
-        self.tokens, self.block_size, self.seed = tokens, block_size, seed
-        self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
-        self.n_blocks = tokens.blocks(block_size, shifted=tokens.split == "train")
+        self.tokens = tokens
+        self.meta = tokens.meta
+        self.block_size = block_size
+        self.vocab_size = vocab_size or tokens.meta["vocab_size"]
+        self.seed = seed
+        self._cut_into_blocks()
+
+    def _cut_into_blocks(self) -> None:
+        self.n_blocks = self.tokens.blocks(self.block_size, shifted=self.tokens.split == "train")
         self.first_mark = self.meta.get("bos", self.meta["end_of_text"])
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
@@ -119,43 +125,51 @@ class Packed(Blocks):
     Conversations longer than a block are cut off, and dropped if no answer is left. ValueError if all are dropped.
     """
 
-    def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
-        self.tokens, self.block_size, self.seed = tokens, block_size, seed
-        self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
-        mask = tokens.masks[0][:]
-        check_mask(mask, tokens.masks[0].path)
+    def _cut_into_blocks(self) -> None:
+        (shard,) = self.tokens.masks
+        mask = shard[:]
+        check_mask(mask, shard.path)
         if not mask[0] & OPENS:
-            raise ValueError(f"{tokens.masks[0].path} begins in the middle of a conversation: prepare the data again")
-        room = block_size + 1
+            raise ValueError(f"{shard.path} begins in the middle of a conversation: prepare the data again")
+        room = self.block_size + 1
         starts = np.flatnonzero(mask & OPENS)
-        lengths = np.diff(starts, append=len(mask))
-        is_long, lengths = lengths > room, np.minimum(lengths, room)
-        kept = zip(starts.tolist(), lengths.tolist(), strict=True)
-        targets = np.array([(mask[s : s + n] & IS_TARGET).tobytes().count(IS_TARGET) for s, n in kept])
-        n_cut, n_out = (int(which.sum()) for which in (is_long & (targets > 0), targets == 0))
-        starts, lengths, targets = (of_each[targets > 0] for of_each in (starts, lengths, targets))
-        if not len(starts):
+        whole_lengths = np.diff(starts, append=len(mask))
+        lengths = np.minimum(whole_lengths, room)
+        n_before = np.append(0, np.cumsum(mask & IS_TARGET, dtype=np.int64))  # targets before each token
+        targets = n_before[starts + lengths] - n_before[starts]
+        has_targets = targets > 0
+        n_cut = int((whole_lengths > room)[has_targets].sum())
+        n_left_out = int((~has_targets).sum())
+        if not has_targets.any():
             raise ValueError(
-                f"{tokens.folder}: no {tokens.split} conversation reaches an answer within block_size {block_size:,}"
+                f"{self.tokens.folder}: no {self.tokens.split} conversation reaches an answer within block_size "
+                f"{self.block_size:,}"
             )
-        order = np.random.default_rng(seed).permutation(len(starts))
+        starts, lengths, targets = starts[has_targets], lengths[has_targets], targets[has_targets]
+        order = np.random.default_rng(self.seed).permutation(len(starts))
         order = order[np.argsort(-lengths[order], kind="stable")]
-        starts, lengths, targets = starts[order], lengths[order], targets[order]
-        self.blocks = pack(lengths.tolist(), room)
-        self.starts, self.lengths, self.n_blocks = starts, lengths, len(self.blocks)
+        self.starts = starts[order]
+        self.lengths = lengths[order]
+        targets = targets[order]
+        self.blocks = pack(self.lengths.tolist(), room)
+        self.n_blocks = len(self.blocks)
         self.n_targets = np.array([targets[block].sum() for block in self.blocks])
-        full, learned = lengths.sum() / (self.n_blocks * room), targets.sum() / lengths.sum()
         self.first_mark = OPENS
+        full = lengths.sum() / (self.n_blocks * room)
+        learned = targets.sum() / lengths.sum()
         self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
-        self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
-        self.packing += f"; {n_out:,} left out, whose answers begin beyond block_size" if n_out else ""
+        if n_cut:
+            self.packing += f"; {n_cut:,} longer than block_size are cut"
+        if n_left_out:
+            self.packing += f"; {n_left_out:,} left out, whose answers begin beyond block_size"
 
     def read(self, indices, shift=None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError for a token beyond the vocabulary."""
-        found = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is not a target
-        (tokens,), (mask,) = self.tokens.shards, self.tokens.masks
-        for row, index in zip(found, indices, strict=True):
-            at = 0
+        blocks = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is not a target
+        (tokens,) = self.tokens.shards
+        (mask,) = self.tokens.masks
+        for row, index in zip(blocks, indices, strict=True):
+            n = 0  # tokens of the row that are filled
             for i in self.blocks[index]:
                 start = self.starts[i]
                 stop = start + self.lengths[i]
@@ -163,14 +177,15 @@ class Packed(Blocks):
                 bits = mask[start:stop].astype(np.int64)
                 check_tokens(ids, self.meta["vocab_size"], tokens.path)
                 check_mask(bits, mask.path)
-                row[at : at + len(ids)] = ids | bits << MASK_SHIFT
-                at += len(ids)
-            row[at : at + 1] |= OPENS << MASK_SHIFT  # padding is a document of its own
-        return torch.from_numpy(found)
+                row[n : n + len(ids)] = ids | bits << MASK_SHIFT
+                n += len(ids)
+            row[n : n + 1] |= OPENS << MASK_SHIFT  # padding is a document of its own
+        return torch.from_numpy(blocks)
 
     def unpack(self, blocks):
         """As in Blocks; the targets to ignore are -100."""
-        tokens, mask = blocks & (2**MASK_SHIFT - 1), blocks >> MASK_SHIFT
+        tokens = blocks & (2**MASK_SHIFT - 1)
+        mask = blocks >> MASK_SHIFT
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
         return tokens[:, :-1], targets, mask[:, :-1] & OPENS
 
@@ -182,17 +197,20 @@ class Packed(Blocks):
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
     """The indices of the lengths in each block: each length goes, in order, into the fullest block with room for it."""
-    blocks, by_space, spaces = [], defaultdict(list), []  # by_space: {room left: blocks}; spaces: its keys, sorted
+    blocks = []
+    by_space = defaultdict(list)  # {room left: blocks}
+    spaces = []  # its keys, sorted
     for i, length in enumerate(lengths):
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
-            block, space = len(blocks), room
+        smallest = bisect_left(spaces, length)
+        if smallest == len(spaces):
+            block = len(blocks)
+            space = room
             blocks.append([])
         else:
-            space = spaces[at]
+            space = spaces[smallest]
             block = by_space[space].pop()
             if not by_space[space]:
-                del spaces[at]
+                del spaces[smallest]
         blocks[block].append(i)
         if not by_space[space - length]:
             insort(spaces, space - length)

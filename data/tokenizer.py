@@ -99,6 +99,9 @@ def tokenizer_of(folder: Path) -> Tokenizer:
             f"{folder} does not say its tokenizer, and has none of tokenizer.json, {', '.join(MODEL_FILES)}; "
             f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
         )
+    if meta and meta["vocab_size"] < tokenizer.n_vocab:
+        found = f"meta.json has vocab_size {meta['vocab_size']}, but its tokenizer"
+        raise ValueError(f"{folder}/{found} {tokenizer.name} has {tokenizer.n_vocab} tokens: prepare the data again")
     if meta:
         tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
         tokenizer.bos = meta.get("bos")

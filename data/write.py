@@ -1,4 +1,4 @@
-"""Writing a dataset (data/tokens.py has the format): whole or in shards; data/encode.py tokenizes.
+"""Writing a dataset (data/tokens.py has the format), whole or in shards; data/encode.py tokenizes.
 
 Files are written under a temporary name, flushed and renamed, meta.json last. The writer holds .lock.
 
@@ -8,37 +8,66 @@ Files are written under a temporary name, flushed and renamed, meta.json last. T
         write_dataset(Path("data/mine"), documents, get_tokenizer("bytes"), workers=8)
 """
 
-import argparse
 import gzip
 import hashlib
-import json
 import lzma
-import os
-import signal
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
-from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
-from data.meta import FIELDS, SPLITS, check_meta
-from data.tokenizer import NAMES, Tokenizer, get_tokenizer
+from data.files import atomic_write, lock, open_to_write, write_json
+from data.meta import SPLITS, check_meta
+from data.tokenizer import Tokenizer
 from data.tokens import token_dtype
 
-COUNTED = ("documents", "tokens", "bytes", "sha256")  # of a shard's split
+FIRST_CHARS = 10**6  # of the documents among which both splits get one
 COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which documents validate
+
+
+def hash_of(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
 
 
 def split_of(key: str, val_fraction: float) -> str:
     """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
-    return "val" if int.from_bytes(hash_of(key)[:8], "big") < val_fraction * 2**64 else "train"
+    return "val" if hash_of(key) < val_fraction * 2**64 else "train"
 
 
-def hash_of(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
+    """Split by hash. Of the first texts the one with the smallest hash validates, and the one with the largest trains,
+    so that neither split is empty. ValueError for copies of a single text.
+    """
+    texts = iter(texts)
+    first = []
+    n_chars = 0
+    for text in texts:
+        first.append(text)
+        n_chars += len(text)
+        if n_chars >= FIRST_CHARS:
+            break
+    smallest = min(first, key=hash_of, default=None)
+    largest = max(first, key=hash_of, default=None)
+    if first and smallest == largest and n_chars < FIRST_CHARS:
+        raise ValueError("only one distinct document, but training and validation need one each: give more text")
+    for text in chain(first, texts):
+        if text == largest:
+            yield "train", text
+        elif text == smallest:
+            yield "val", text
+        else:
+            yield split_of(text, val_fraction), text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The folder
 
 
 def open_lock(path: Path):
@@ -47,8 +76,8 @@ def open_lock(path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return open_to_write(path, "a")  # NFS cannot lock a file opened for reading only
     except OSError as error:
-        how = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
-        raise OSError(f"{path.parent} cannot be written ({error.strerror}): {how}") from error
+        advice = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
+        raise OSError(f"{path.parent} cannot be written ({error.strerror}): {advice}") from error
 
 
 @contextmanager
@@ -104,19 +133,20 @@ def write_tokens(
     """
     counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
+    suffixes = (".bin", ".mask") if encode else (".bin",)
     with ExitStack() as stack:
-        kinds = (".bin", ".mask") if encode else (".bin",)
         files = {
-            split: [stack.enter_context(atomic_write(folder / f"{split}{shard}{kind}")) for kind in kinds]
+            (split, suffix): stack.enter_context(atomic_write(folder / f"{split}{shard}{suffix}"))
             for split in SPLITS
+            for suffix in suffixes
         }
         for encoded in encode_documents(documents, tokenizer, workers, encode):
             for split in SPLITS:
-                tokens, mask, found = encoded[split]
-                for file, content in zip(files[split], (tokens, mask), strict=False):
-                    file.write(content)
+                tokens, mask, batch_counts = encoded[split]
+                for suffix, content in zip(suffixes, (tokens, mask), strict=False):
+                    files[split, suffix].write(content)
                     digests[split].update(content)
-                counts[split].update(found)
+                counts[split].update(batch_counts)
             if progress:
                 progress(counts)
         if not shard:
@@ -126,72 +156,52 @@ def write_tokens(
 
 
 def require_both_splits(counts: dict) -> None:
-    train, val = counts["train"]["documents"], counts["val"]["documents"]
-    if train + val == 0:
+    n_train, n_val = (counts[split]["documents"] for split in SPLITS)
+    if n_train + n_val == 0:
         raise ValueError("no documents: the input holds no text")
-    if train == 0 or val == 0:
+    if n_train == 0 or n_val == 0:
+        change = "lower" if n_train == 0 else "raise"
         raise ValueError(
-            f"{train:,} training and {val:,} validation documents: both need at least one. "
-            f"Give more text (copies count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
+            f"{n_train:,} training and {n_val:,} validation documents: both need at least one. "
+            f"Give more text (copies count once), or {change} --val_fraction"
         )
 
 
 def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **extra) -> dict:
     """Write meta.json for the shards, {suffix: counts}, and return its content."""
-    names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
-    counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
-    require_both_splits(counts)
-    digests = {split: "".join(c[split]["sha256"] for c in shards.values()) for split in SPLITS}
-    if len(shards) > 1:  # several files: a digest of their digests
-        digests = {split: hashlib.sha256(each.encode()).hexdigest() for split, each in digests.items()}
     for name, content in tokenizer.files.items():
         with atomic_write(folder / name) as file:
             file.write(content)
-    kept = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}
-    meta = dict(
-        tokenizer=tokenizer.name,
-        vocab_size=tokenizer.n_vocab,
-        dtype=token_dtype(tokenizer.n_vocab).name,
-        end_of_text=tokenizer.end_of_text,
-        **({} if tokenizer.bos is None else {"bos": tokenizer.bos}),
-        **({"tokenizer_files": kept} if kept else {}),
-        **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
-        **{f"{split}_sha256": digest for split, digest in digests.items()},
-        **extra,
-        files={s: {f"{s}{shard}.bin": c[s]["tokens"] for shard, c in shards.items() if c[s]["tokens"]} for s in SPLITS},
-    )
+    meta = {
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.n_vocab,
+        "dtype": token_dtype(tokenizer.n_vocab).name,
+        "end_of_text": tokenizer.end_of_text,
+    }
+    if tokenizer.bos is not None:
+        meta["bos"] = tokenizer.bos
+    if tokenizer.files:
+        meta["tokenizer_files"] = {name: sha256(content) for name, content in tokenizer.files.items()}
+    totals = {split: Counter() for split in SPLITS}
+    for split in SPLITS:
+        for counts in shards.values():
+            totals[split].update({name: n for name, n in counts[split].items() if name != "sha256"})
+        meta |= {f"{split}_{name}": n for name, n in totals[split].items()}
+    require_both_splits(totals)
+    for split in SPLITS:
+        digests = [counts[split]["sha256"] for counts in shards.values()]
+        # of several files: a digest of their digests
+        meta[f"{split}_sha256"] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
+    meta |= extra
+    n_tokens = {split: {f"{split}{shard}.bin": shards[shard][split]["tokens"] for shard in shards} for split in SPLITS}
+    meta["files"] = {split: {name: n for name, n in n_tokens[split].items() if n} for split in SPLITS}
     check_meta(meta, folder / "meta.json")  # train.py will
     write_json(folder / "meta.json", meta)
     return meta
 
 
-def write_shard(
-    folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
-) -> dict:
-    """Write one shard with write_tokens, then next to it a record of its `source` and counts."""
-    record = folder / f"shard{shard_suffix(number)}.json"
-    record.unlink(missing_ok=True)
-    counts = write_tokens(folder, documents, tokenizer, shard=shard_suffix(number), **options)
-    write_json(record, dict(source=source, counts=counts))
-    return counts
-
-
-def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict) -> dict | None:
-    """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
-    suffix, itemsize = shard_suffix(number), token_dtype(tokenizer.n_vocab).itemsize
-    try:
-        saved = json.loads((folder / f"shard{suffix}.json").read_text())
-        sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
-        counts = {split: {name: saved["counts"][split][name] for name in COUNTED} for split in SPLITS}
-        whole = all(sizes[split] == counts[split]["tokens"] * itemsize for split in SPLITS)
-        valid = all(FIELDS[f"{s}_{name}"].is_valid(n) for s in SPLITS for name, n in counts[s].items())
-        return counts if whole and valid and saved["source"] == source else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a file is missing, or the record is damaged
-        return None
-
-
-def shard_suffix(number: int) -> str:
-    return f"_{number:06d}"
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterator[Document]:
@@ -206,132 +216,7 @@ def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
     """Bits per byte of a text after gzip -9 and xz -9, unless it is empty or too long. A model should need fewer."""
     if not 0 < len(text) <= COMPRESSED_BYTES:
         return {}
-    return dict(
-        gzip_bits_per_byte=8 * len(gzip.compress(text, 9)) / len(text),
-        xz_bits_per_byte=8 * len(lzma.compress(text, preset=9)) / len(text),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# For prepare.py scripts: progress, summary, errors
-
-
-class Progress:
-    """A progress line that overwrites itself: share done, documents and tokens per second, time left.
-
-    total: the number of `unit` ("documents" or "bytes"); None if unknown: the line then has a count, no share and no
-    eta. repeats: the number of inputs of this size that are left, including this one.
-    """
-
-    def __init__(self, total: int | None, unit: str, prefix: str = "", repeats: int = 1):
-        self.total, self.unit, self.prefix, self.repeats = total, unit, prefix, repeats
-        self.start = self.shown = time.time()
-        # a log file gets a line every 30 seconds
-        self.every, self.end = (0.5, "\r") if sys.stdout.isatty() else (30, "\n")
-
-    def __call__(self, counts: dict) -> None:
-        now = time.time()
-        if now - self.shown < self.every:
-            return
-        self.shown, seconds = now, now - self.start
-        done = {what: sum(counts[split][what] for split in SPLITS) for what in ("documents", "tokens", "bytes")}
-        share, eta = f"{done[self.unit]:,} {self.unit}", ""
-        if self.total:
-            fraction = min(done[self.unit] / self.total, 1)
-            minutes = int(seconds * (self.repeats / fraction - 1) / 60)
-            share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
-        rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
-        say(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end)
-
-
-def print_summary(folder: Path, meta: dict) -> None:
-    """Print what a finished dataset holds."""
-    what = f"tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']} tokens"
-    say(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
-    compressed = "gzip_bits_per_byte" in meta
-    say(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
-    for split in SPLITS:
-        documents, n_bytes, tokens = (meta[f"{split}_{what}"] for what in ("documents", "bytes", "tokens"))
-        line = f"{split:<6}{documents:>12,}{n_bytes:>18,}{tokens:>18,}"
-        if split == "val" and compressed:
-            line += f"{meta['gzip_bits_per_byte']:>9.3f}{meta['xz_bits_per_byte']:>8.3f}"
-        say(line)
-
-
-def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM print no traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        main()
-    except (ValueError, OSError, ImportError) as error:
-        of_a_file = isinstance(error, OSError) and error.filename and error.strerror
-        sys.exit(f"error: {error.filename}: {error.strerror}" if of_a_file else f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted: nothing half-written is left")
-
-
-def cpu_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
-    """A script's argument parser: its docstring is the help, --out its one option. Options that are not given are left
-    out of the result: the defaults are those of the script's prepare().
-    """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
-    )
-    said = "folder for the dataset (default: the script's)"
-    parser.add_argument("--out", dest="folder", type=path_argument, default=folder, help=said)
-    return parser
-
-
-def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
-    """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
-    said = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
-    parser.add_argument("--tokenizer", help=said)
-    parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
-    said = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
-    parser.add_argument("--errors", choices=["strict", "skip"], help=said)
-    said = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=count_argument, default=cpu_cores(), help=said)
-    if bos:
-        said = "begin each document with the tokenizer's bos (default: if it has one)"
-        parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
-
-
-def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
-    """The tokenizer that a script's options name."""
-    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name))
-    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
-        tokenizer.bos = None
-    if bos and tokenizer.bos is None:
-        raise ValueError(f"--bos: tokenizer {tokenizer.name} does not begin texts with a bos")
-    return tokenizer
-
-
-def path_argument(text: str) -> Path:
-    """An argparse type: an empty path would mean the current folder, and a shell does not expand --out=~/x."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
-    return Path(text).expanduser()
-
-
-def count_argument(text: str) -> int:
-    """An argparse type: a whole number, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text}, expected a whole number, at least 1")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """An argparse type: a number above 0 and below 1."""
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
-    return float(text)
-
-
-def input_argument(text: str) -> Path:
-    """An argparse type: a file, a folder, or - for standard input."""
-    return Path("/dev/stdin") if text == "-" else path_argument(text)
+    return {
+        "gzip_bits_per_byte": 8 * len(gzip.compress(text, 9)) / len(text),
+        "xz_bits_per_byte": 8 * len(lzma.compress(text, preset=9)) / len(text),
+    }

@@ -24,7 +24,7 @@ import torch
 from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
-from data.rows import head_of, kind_of, open_input, read_rows, whole_text
+from data.rows import format_of, read_rows, whole_text
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.generate import begin_document, require_in_vocabulary
@@ -157,11 +157,10 @@ def without_headings(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
-    """A JSON file's rows as (place, row), or any other file's text. kind: "text", or JSON "lines"; None: detect it."""
-    with open_input(path) as file:
-        kind = kind or kind_of(head_of(file, path), path)
-        return whole_text(file, path) if kind == "text" else list(read_rows(file, path, kind, refuse))
+def read_file(path: Path, format: str | None = None) -> list[tuple[str, dict]] | str:
+    """A JSON file's rows as (place, row), or any other file's text. format: "text"; None: by the file's name."""
+    format = format or format_of(path)
+    return whole_text(path) if format == "text" else list(read_rows(path, format, refuse))
 
 
 def refuse(sentence: str) -> None:

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from data.files import read_small
+from data.files import open_to_write, read_small
+from tests.datasets import documents_of, toy_dataset
 
 
 def test_a_small_file_is_read_and_a_large_one_a_pipe_a_device_or_a_folder_is_refused(tmp_path):
@@ -31,3 +32,47 @@ def test_a_git_lfs_pointer_is_not_read_as_the_file(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(pointer)
     with pytest.raises(ValueError, match="git lfs pull"):
         read_small(tmp_path / "tokenizer.json", 1000)
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin", ".lock"])
+@pytest.mark.parametrize("suffix", ["", ".partial"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_writing_a_dataset_never_follows_a_link(tmp_path, name, suffix, dangling):
+    victim, folder = tmp_path / "victim", tmp_path / "strangers"
+    folder.mkdir()
+    (folder / (name + suffix)).symlink_to(victim)
+    if not dangling:
+        victim.write_text("mine")
+    if (name, suffix) == (".lock", ""):
+        with pytest.raises(OSError, match=r"\.lock is a link"):
+            toy_dataset(folder)
+    else:
+        toy_dataset(folder)
+        assert documents_of(folder, "val") == ["third"]
+    assert victim.exists() != dangling
+    assert dangling or victim.read_text() == "mine"
+
+
+def test_a_pipe_in_place_of_the_lock_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OSError, match=r"\.lock is no regular file"):
+        toy_dataset(tmp_path)
+
+
+def test_a_dataset_folder_may_be_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    toy_dataset(tmp_path / "data")
+    assert documents_of(tmp_path / "disk", "val") == ["third"]
+
+
+@pytest.mark.parametrize("mode", ["w", "a", "wb", "a+"])
+def test_open_to_write_opens_plain_files_as_open_does(tmp_path, mode):
+    outcomes = []
+    for opens in (open, open_to_write):
+        path = tmp_path / opens.__name__
+        path.write_text("before")
+        with opens(path, mode) as file:
+            file.write(b"after" if "b" in mode else "after")
+        outcomes.append((path.read_text(), path.stat().st_mode))
+    assert outcomes[0] == outcomes[1]

@@ -14,12 +14,13 @@ import tokenizers
 import transformers
 
 from data.chat.template import template_of
+from data.command import tokenizer_for_data
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import LLAMA3_PATTERN
 from data.tokenizer import NAMES, OPENAI, Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
 from data.vocabulary import TextStream
-from data.write import tokenizer_for_data, write_dataset
+from data.write import write_dataset
 from model import LlamaConfig
 from runtime.resume import hf_files
 from tests.datasets import TEXTS, package_file

@@ -31,35 +31,31 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.formats import Seen, read_row
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
-from data.files import display_path, read_small, say
-from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
-from data.text.prepare import split
-from data.tokenizer import MOST_FILE_BYTES, with_templates
-from data.vocabulary import Tokenizer
-from data.write import (
+from data.command import (
     Progress,
+    add_input_options,
     add_text_options,
-    input_argument,
     make_parser,
     path_argument,
     print_summary,
+    require_formats,
     run_script,
     tokenizer_for_data,
-    write_dataset,
 )
+from data.files import display_path, read_small, say
+from data.rows import Bad, format_of, read_rows
+from data.tokenizer import MOST_FILE_BYTES, with_templates
+from data.vocabulary import Tokenizer
+from data.write import split_texts, write_dataset
 
 HERE = Path(__file__).resolve().parent
 
 
-def read_conversations(files: list[Path], bad: Bad) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) of each row in these files."""
+def read_conversations(files: list[Path], format: str | None, bad: Bad) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) of each row in these files: of JSON, whatever their names."""
     for path in files:
-        try:
-            with open_input(path) as file:
-                kind = "array" if kind_of(head_of(file, path), path) == "array" else "lines"
-                yield from read_rows(file, path, kind, bad)
-        except Unreadable as error:
-            bad(str(error))
+        file_format = format or format_of(path)
+        yield from read_rows(path, "json" if file_format == "json" else "jsonl", bad)
 
 
 def render_rows(
@@ -100,6 +96,7 @@ def prepare(
     inputs: list[Path],
     folder: Path = HERE,
     tokenizer: str = "llama3",
+    format: str | None = None,
     template: Path | None = None,
     val_fraction: float = 0.05,
     errors: str = "strict",
@@ -109,6 +106,7 @@ def prepare(
 
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
+    require_formats(inputs, format)
     chat_tokenizer = tokenizer_for_data(tokenizer)
     templates = chat_tokenizer.templates
     if template:  # in place of both that transformers chooses from
@@ -121,15 +119,15 @@ def prepare(
     eos = [end_of_turn(chat_tokenizer), *chat_tokenizer.eos]
     bad = Bad(errors)
     seen = Seen()
-    texts = render_rows(read_conversations(inputs, bad), chat_tokenizer, bad, seen)
+    texts = render_rows(read_conversations(inputs, format, bad), chat_tokenizer, bad, seen)
     try:
         meta = write_dataset(
             folder,
-            split(texts, val_fraction),
+            split_texts(texts, val_fraction),
             chat_tokenizer,
             {"eos": list(dict.fromkeys(eos)), "script": "data/chat/prepare.py"},
             workers=workers,
-            progress=Progress(None, "documents"),
+            progress=Progress(),
             encode=encode_conversation,
         )
     finally:
@@ -144,8 +142,7 @@ def prepare(
 
 def main():
     parser = make_parser(__doc__, HERE)
-    kinds = ".jsonl, .json, compressed or not"
-    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=kinds)
+    add_input_options(parser, formats=("jsonl", "json"))
     add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # the chat template writes the bos
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()

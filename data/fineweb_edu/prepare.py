@@ -13,34 +13,33 @@ time: the same command continues with the first unfinished file.
 A hash of a document's text decides its split, so all copies of a page go to the same one: the web is full of copies.
 """
 
+import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.files import refuse_lfs_pointer
-from data.rows import ROW_BYTES, Bad, field_of
-from data.write import (
-    Document,
+from data.command import (
     Progress,
     add_text_options,
     count_argument,
-    finished_shard,
     make_parser,
     path_argument,
     print_summary,
     run_script,
-    shard_suffix,
-    split_of,
     tokenizer_for_data,
-    write_lock,
-    write_meta,
-    write_shard,
 )
+from data.files import read_json, refuse_lfs_pointer, write_json
+from data.meta import SPLITS
+from data.rows import ROW_BYTES, Bad, field_of
+from data.tokenizer import Tokenizer
+from data.tokens import token_dtype
+from data.write import Document, split_of, write_lock, write_meta, write_tokens
 
 ROWS = 16  # in memory at a time: each may have ROW_BYTES
-MOST_GROWTH = 100  # of a file by decompression: text grows threefold
+PARQUET_BYTES = 2**30  # of memory for a file, of which 100 KB may grow to any size; FineWeb-Edu's take 100 MB
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
@@ -67,54 +66,110 @@ def list_hub(sample: str) -> list[str]:
     return names
 
 
+def list_folder(path: Path) -> list[str]:
+    """The absolute names of the parquet files in a folder, or of the file itself."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*.parquet") if file.is_file())
+    if not files:
+        raise FileNotFoundError(f"--input {path} holds no .parquet files")
+    return [str(file.resolve()) for file in files]
+
+
+@contextmanager
+def limited_memory(n_bytes: int):
+    """Let this process allocate at most n_bytes more. Allocations beyond raise MemoryError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    n_pages = int(Path("/proc/self/statm").read_text().split()[5])  # of data, as the limit counts it
+    limit = n_pages * resource.getpagesize() + n_bytes
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def open_parquet(path: Path):
     import pyarrow.parquet
 
     with open(path, "rb") as file:
         refuse_lfs_pointer(file.read(100), path)
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # which stops at a limit cleanly
     try:
-        parquet = pyarrow.parquet.ParquetFile(path)
+        parquet = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)  # no whole row group at a time
         list(parquet.schema_arrow.names)  # a damaged one is not UTF-8
         return parquet
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        hint = "" if path.suffix == ".parquet" else f"data/text/prepare.py reads text and JSON: --input {path}"
-        raise ValueError(f"{path} cannot be read as parquet: {error} {hint}".strip()) from error
+    except (OSError, UnicodeDecodeError, MemoryError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
     """Yield (split, text) from an open ParquetFile, ROWS in memory at a time."""
     import pyarrow
 
-    if field not in parquet.schema_arrow.names:
-        names = ", ".join(parquet.schema_arrow.names)
-        raise ValueError(f"{path} has no column {field!r} but {names:.200}: set --field")
-    check_growth(parquet, path)
+    require_text(parquet.schema_arrow, path, field)
     try:
-        columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=ROWS, columns=[field]))
-        for row, value in enumerate(chain.from_iterable(columns), start=1):
-            where, text = f"{path} row {row}", None
+        columns = (batch.column(0) for batch in parquet.iter_batches(ROWS, columns=[field], use_threads=False))
+        for number, value in enumerate(chain.from_iterable(columns), start=1):
+            where = f"{path} row {number}"
             try:
                 text = field_of({field: value.as_py()}, field, where, bad)
             except UnicodeDecodeError as error:
                 bad(f"{where} is not UTF-8 text ({error})")
+                continue
             if text and len(text) > ROW_BYTES:
                 bad(f"{where} has more than {ROW_BYTES:,} characters")
             elif text:
                 yield split_of(text, val_fraction), text
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+    except (OSError, MemoryError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet, within {PARQUET_BYTES >> 20:,} MiB: {error}") from error
 
 
-def check_growth(parquet, path: Path) -> None:
-    """Raises ValueError for a file that would grow beyond any text in memory: its pages are decompressed whole."""
-    file_bytes = path.stat().st_size
-    for number in range(parquet.metadata.num_row_groups):
-        n_bytes = parquet.metadata.row_group(number).total_byte_size
-        if n_bytes > max(4 * ROW_BYTES, MOST_GROWTH * file_bytes):
-            raise ValueError(
-                f"{path} has {file_bytes:,} bytes, of which row group {number + 1} grows to {n_bytes:,}: "
-                "text grows far less. If it is text, write it again in smaller row groups"
-            )
+def require_text(schema, path: Path, field: str) -> None:
+    """Raises ValueError if a file has no such column, or one of another type."""
+    from pyarrow import types
+
+    if schema.names.count(field) != 1:
+        names = ", ".join(schema.names)
+        raise ValueError(f"{path} has no column {field!r} but {names:.200}: set --field")
+    kind = schema.field(field).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise ValueError(f"{path} has {field!r} of type {kind}, expected strings: set --field")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One shard a file, beside it a record of its source and counts
+
+
+def shard_suffix(number: int) -> str:
+    return f"_{number:06d}"
+
+
+def write_shard(
+    folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
+) -> dict:
+    record = folder / f"shard{shard_suffix(number)}.json"
+    record.unlink(missing_ok=True)
+    counts = write_tokens(folder, documents, tokenizer, shard=shard_suffix(number), **options)
+    write_json(record, {"source": source, "counts": counts})
+    return counts
+
+
+def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict) -> dict | None:
+    """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
+    suffix = shard_suffix(number)
+    itemsize = token_dtype(tokenizer.n_vocab).itemsize
+    try:
+        record = read_json(folder / f"shard{suffix}.json", 10_000)
+        counts = record["counts"]
+        is_whole = all(
+            (folder / f"{split}{suffix}.bin").stat().st_size == counts[split]["tokens"] * itemsize for split in SPLITS
+        )
+        return counts if is_whole and record["source"] == source else None
+    except (OSError, ValueError, TypeError, KeyError):  # a file is missing, or the record is damaged
+        return None
 
 
 def prepare(
@@ -132,28 +187,23 @@ def prepare(
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
     encoding = tokenizer_for_data(tokenizer, bos)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
-    if input is None:
-        names = list_hub(sample)
-    elif input.is_file():
-        input, names = input.parent, [input.name]
-    else:
-        names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet") if path.is_file())
-        if not names:
-            raise FileNotFoundError(f"--input {input} holds no .parquet files")
-    names, origin = names[:max_files], str(input.resolve()) if input else REPO
-    shards, bad = {}, Bad(errors)
+    names = list_hub(sample) if input is None else list_folder(input)
+    names = names[:max_files]
+    shards = {}
+    bad = Bad(errors)
     with write_lock(folder):
         for number, name in enumerate(names):
-            source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
-            if input is not None:
-                stat = (input / name).stat()
-                source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+            source = {"name": name, "tokenizer": ids, "field": field, "val_fraction": val_fraction}
+            if input is None:
+                source["input"] = REPO
+            else:
+                stat = Path(name).stat()
+                source |= {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
             counts = finished_shard(folder, number, encoding, source)
             if counts is None:
-                path = Path(ask_hub("hf_hub_download", name)) if input is None else input / name
-                with open_parquet(path) as parquet:
-                    prefix = f"{number + 1}/{len(names)} {name} "
-                    progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
+                path = Path(ask_hub("hf_hub_download", name) if input is None else name)
+                with limited_memory(PARQUET_BYTES), open_parquet(path) as parquet:
+                    progress = Progress(parquet.metadata.num_rows, f"{number + 1}/{len(names)} {path.name} ")
                     documents = read_documents(parquet, path, field, val_fraction, bad)
                     counts = write_shard(
                         folder, number, documents, encoding, source, workers=workers, progress=progress

@@ -18,9 +18,10 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.command import make_parser, print_summary, run_script
 from data.files import lock, say
 from data.tokenizer import get_tokenizer
-from data.write import make_parser, open_lock, print_summary, run_script, split_of, write_dataset
+from data.write import open_lock, split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {

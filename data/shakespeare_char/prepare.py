@@ -13,9 +13,10 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.command import make_parser, print_summary, run_script
 from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
-from data.write import make_parser, open_lock, print_summary, run_script, write_dataset
+from data.write import open_lock, write_dataset
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

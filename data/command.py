@@ -1,0 +1,142 @@
+"""What the prepare.py scripts share: options, progress, messages."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from data.encode import cpu_cores
+from data.files import display_path, say
+from data.meta import SPLITS
+from data.rows import DECOMPRESSORS
+from data.tokenizer import NAMES, Tokenizer, get_tokenizer
+
+
+def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
+    """A script's argument parser: its docstring is the help, --out its one option. Options that are not given are left
+    out of the result: the defaults are those of the script's prepare().
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+    )
+    out_help = "folder for the dataset (default: the script's)"
+    parser.add_argument("--out", dest="folder", type=path_argument, default=folder, help=out_help)
+    return parser
+
+
+def add_input_options(parser: argparse.ArgumentParser, formats: Sequence[str] = ("text", "jsonl", "json")) -> None:
+    input_help = f"files, folders or pipes (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
+    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=input_help)
+    format_help = "the format of every input (default: by the name of each; a pipe needs it)"
+    parser.add_argument("--format", choices=formats, help=format_help)
+
+
+def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
+    """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
+    tokenizer_help = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
+    parser.add_argument("--tokenizer", help=tokenizer_help)
+    parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
+    errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
+    parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
+    workers_help = "processes (default: one per CPU core)"
+    parser.add_argument("--workers", type=count_argument, default=cpu_cores(), help=workers_help)
+    if bos:
+        bos_help = "begin each document with the tokenizer's bos (default: if it has one)"
+        parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos_help)
+
+
+def path_argument(text: str) -> Path:
+    """An argparse type: an empty path would mean the current folder, and a shell does not expand --out=~/x."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
+    return Path(text).expanduser()
+
+
+def input_argument(text: str) -> Path:
+    """An argparse type: a file, a folder, or - for standard input."""
+    return Path("/dev/stdin") if text == "-" else path_argument(text)
+
+
+def count_argument(text: str) -> int:
+    """An argparse type: a whole number, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}, expected a whole number, at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """An argparse type: a number above 0 and below 1."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
+    return float(text)
+
+
+def require_formats(inputs: list[Path], format: str | None) -> None:
+    """Raises ValueError for a pipe whose format is not stated. (Standard input may be a file, of an unknown name.)"""
+    for path in inputs:
+        is_pipe = path.exists() and not path.is_file() and not path.is_dir()
+        if format is None and (is_pipe or path.is_relative_to("/dev")):
+            raise ValueError(f"{path} is a pipe, whose name does not tell its format: add --format")
+
+
+def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
+    """The tokenizer that a script's options name."""
+    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name))
+    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
+        tokenizer.bos = None
+    if bos and tokenizer.bos is None:
+        raise ValueError(f"--bos: tokenizer {tokenizer.name} does not begin texts with a bos")
+    return tokenizer
+
+
+class Progress:
+    """A progress line that overwrites itself; a log file gets a line every 30 seconds."""
+
+    def __init__(self, n_documents: int = 0, prefix: str = ""):
+        self.n_documents = n_documents  # 0 if unknown: the line then has neither share nor time left
+        self.prefix = prefix
+        self.start = self.last_shown = time.time()
+        self.is_terminal = sys.stdout.isatty()
+
+    def __call__(self, counts: dict) -> None:
+        now = time.time()
+        if now - self.last_shown < (0.5 if self.is_terminal else 30):
+            return
+        self.last_shown = now
+        seconds = now - self.start
+        n_documents, n_tokens = (sum(counts[split][name] for split in SPLITS) for name in ("documents", "tokens"))
+        line = f"{self.prefix}{n_documents:,} documents, {n_documents / seconds:,.0f}/s"
+        line += f" | {n_tokens:,} tokens, {n_tokens / seconds:,.0f}/s"
+        if self.n_documents:
+            minutes_left = seconds * (self.n_documents / n_documents - 1) / 60
+            line += f" | {n_documents / self.n_documents:.1%}, {minutes_left:,.0f} minutes left"
+        say(f"{line:<100}", end="\r" if self.is_terminal else "\n")
+
+
+def print_summary(folder: Path, meta: dict) -> None:
+    """Print what a finished dataset holds."""
+    line = f"{display_path(folder)}: tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']}"
+    say(f"{line:<100}")  # as wide as the progress line it covers
+    say(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}")
+    for split in SPLITS:
+        n_documents, n_bytes, n_tokens = (meta[f"{split}_{name}"] for name in ("documents", "bytes", "tokens"))
+        say(f"{split:<6}{n_documents:>12,}{n_bytes:>18,}{n_tokens:>18,}")
+    if "gzip_bits_per_byte" in meta:
+        gzip, xz = meta["gzip_bits_per_byte"], meta["xz_bits_per_byte"]
+        say(f"bits per byte of val: {gzip:.3f} by gzip -9, {xz:.3f} by xz -9")
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM print no traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            sys.exit(f"error: {error.filename}: {error.strerror}")
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: nothing half-written is left")
