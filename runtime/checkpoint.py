@@ -50,7 +50,7 @@ from runtime.hf_names import Rows, hf_names, hf_rows, unwrapped_names
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
 TOKENIZER_FILES = (*FILES, *MODEL_FILES)  # copied from the folder that a run began with
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 TENSOR_FILE = re.compile(r"[\w.-]{1,80}\.safetensors")  # what an index may name: no file in another folder
 DIGEST = re.compile(r"\d{1,15} [0-9a-f]{64}")
 CHUNK_BYTES = 2**22  # read and hashed at a time
@@ -70,6 +70,7 @@ class Damaged(ValueError):
 class TensorInfo(NamedTuple):
     file: str
     name: str  # in the file: it may have the prefix of a module that wrapped the model
+    dtype: str  # in the format's words
     shape: tuple[int, ...]
 
 
@@ -150,9 +151,10 @@ def read_file(path: Path) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank; Damaged for anything else."""
+    text = read_file(path)
     try:
-        content = json.loads(read_file(path).decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Damaged(f"{path} holds JSON of type {type(content).__name__}: expected an object")
@@ -288,6 +290,9 @@ def _published_tensors(path, single):
         tensors = {name: held[file][name] for name, file in file_of.items()}
     else:
         raise Damaged(f"{path / single} is missing: {ONLY_SAFETENSORS}")
+    for name, info in tensors.items():
+        if single == "model.safetensors" and info.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
     return {inner: tensors[name] for inner, name in unwrapped_names(tensors, path).items()}
 
 
@@ -318,7 +323,8 @@ def _open_tensors(path):
 
 def _tensors_in(path, file):
     opened = _open_tensors(path / file)
-    return {name: TensorInfo(file, name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
 def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -353,7 +359,7 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     if len(x) == 0:
         return
     saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
-    if saved.dtype not in (x.dtype, *(WEIGHT_DTYPES if x.is_floating_point() else ())):
+    if x.dtype != saved.dtype and not (x.is_floating_point() and saved.is_floating_point()):
         raise ValueError(f"{folder.path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
     # aminmax gives NaN if any element is NaN
     if folder.run is None and not torch.stack(saved.aminmax()).isfinite().all():

@@ -287,7 +287,7 @@ USER_ERRORS = {  # message: what was done to the folder; tests/test_checkpoint.p
     "config.json has the activation gelu: model.py has silu": says(hidden_act="gelu"),
     "config.json: num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),
     "config.json is not JSON": writes("config.json", "{"),
-    "in torch.float8_e4m3fn: expected torch.float32": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
+    "in F8_E4M3: expected one of BF16": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     "model.safetensors is missing: only whole models in .safetensors are read": renames(WEIGHTS, "pytorch_model.bin"),
     "model.safetensors is missing: only whole": prunes,
     "the data's tokenizer has 257 tokens, ": says(vocab_size=200),
