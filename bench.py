@@ -26,7 +26,6 @@ import importlib
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError
 
 COMMANDS = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",

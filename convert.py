@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from data.files import refuse_lfs_pointer
 from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora

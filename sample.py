@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 
-sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
 from data.chat.template import encode_prompt
 from data.rows import format_of

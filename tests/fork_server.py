@@ -33,7 +33,8 @@ class Run:
 
     def __init__(self, server, argv, environment, stdout=None, stderr=None):
         self.stdout, writing = (stdout, stdout) if stdout else map(os.fdopen, os.pipe(), "rw")
-        self.stderr, self.returncode = stderr or tempfile.TemporaryFile("w+"), None  # noqa: SIM115
+        self.stderr = stderr or tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.returncode = None
         self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # one recv for each send
         if writing is not stdout:
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -102,7 +103,7 @@ def next_run(requests):
     sys.argv, environment = json.loads(request)
     os.environ.clear()
     os.environ.update(environment)
-    paths = [] if "PYTHONSAFEPATH" in environment else [os.path.dirname(sys.argv[0])]
+    paths = [os.path.dirname(sys.argv[0])]
     sys.path[:1] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return sys.argv[0]
 

@@ -83,7 +83,8 @@ def changes(run):
 
     def changes(*argv):
         ended = run(*argv)
-        settings, named = ended["settings"], ended["named"]
+        settings = ended["settings"]
+        named = ended["named"]
         assert list(settings) == list(DEFAULTS)
         assert {name: ended[name] for name in settings} == settings
         changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
@@ -123,7 +124,8 @@ def test_a_hash_inside_a_string_is_not_a_comment(folder, run):
     assert run()["settings"] == DEFAULTS
 
 
-BATCH_3, WANDB = {"batch_size": 3}, {"wandb_log": True}
+BATCH_3 = {"batch_size": 3}
+WANDB = {"wandb_log": True}
 ACCEPTED = [
     (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
     (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),  # a flag before a file overrides it, too

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 
 from data.tokens import Tokens
-from runtime import checkpoint, distributed
-from runtime.stop import Signals, bad_data_ends_this_rank
+from runtime import checkpoint
+from runtime.stop import Signals
 from tests.runs import (
     LONGER,
     ROOT,
@@ -57,9 +57,7 @@ def test_ctrl_c_saves_and_resume_repeats_losses_bit_for_bit(train, text_data, tm
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.optimizer.Optimizer.__init__"]
-)
+@pytest.mark.parametrize("where", ["model.Llama.forward", "optimizers.optimizer.Optimizer.__init__"])
 def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, tmp_path, where):
     script = wrapped(
         tmp_path,
@@ -76,20 +74,13 @@ def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, 
     assert len(helpful) == 3 and "offload" in helpful, done.stderr
 
 
-def test_a_bug_that_resembles_a_lost_rank_keeps_its_traceback(text_data, tmp_path):
-    script = wrapped(
-        tmp_path, "import model\ndef fail(*_): raise RuntimeError('Timed out')\nmodel.Llama.forward = fail"
-    )
-    done = run(SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out"), script)
-    assert done.returncode == 1 and "Traceback" in done.stderr and "RuntimeError: Timed out" in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kills):
     """kill -9 at random moments, many of them during a save: there is one after every step."""
     settings = SMALL | SHORT | dict(dataset=text_data, max_iters=10 * n_kills, eval_interval=1, eval_iters=1)
     train(**settings, out_dir=tmp_path / "whole")
-    rng, partial = random.Random(0), 0
+    rng = random.Random(0)
+    partial = 0
     for _ in range(n_kills):
         process = start(settings | {"out_dir": tmp_path / "out"})
         for _ in range(rng.randrange(6)):
@@ -191,10 +182,9 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number
     assert not any("val_loss" in line for line in metrics(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("eval_only", [True, False])
-def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch, eval_only):
+def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch):
     monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
-    assert "rank 0: val.bin holds token 999: prepare it again\n" in error_of(train, capsys, eval_only=eval_only)
+    assert "rank 0: val.bin holds token 999: prepare it again\n" in error_of(train, capsys, eval_only=True)
 
 
 @pytest.fixture
@@ -222,17 +212,6 @@ def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch, en
         assert not ended, "torchrun sends it a second time"
     signal.raise_signal(signal.SIGINT)
     assert ended == [130]
-
-
-def test_a_rank_that_cannot_print_its_last_message_still_exits(monkeypatch):
-    full = mock.Mock(**{"write.side_effect": OSError("No space left on device")})
-    monkeypatch.setattr(sys, "stderr", full)
-    with pytest.raises(SystemExit) as end, bad_data_ends_this_rank():
-        raise ValueError("train.bin holds token 999")
-    assert end.value.code == 1
-    with pytest.raises(SystemExit):
-        distributed.stop("nobody can read this")
-    assert full.write.call_count == 2
 
 
 def test_ignored_sigint_stays_ignored():

@@ -16,7 +16,9 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.ops, self.storages, self.peak = Counter(), {}, 0
+        self.ops = Counter()
+        self.storages = {}
+        self.peak = 0
 
     def see(self, x):
         if isinstance(x, torch.Tensor) and not x.is_meta:
