@@ -131,7 +131,8 @@ def test_templates_render_as_in_transformers(template, prompt):
 def test_a_template_that_fails_or_takes_too_much_or_reaches_out_of_its_sandbox_is_a_valueerror(
     template, message, monkeypatch
 ):
-    monkeypatch.setattr("data.chat.template.MOST_SECONDS", 1)
+    monkeypatch.setattr("data.chat.sandbox.MOST_SECONDS", 1)
+    monkeypatch.setattr("data.chat.sandbox.MOST_BYTES", 2**28)
     tokenizer = byte_tokenizer(".", SPECIAL)
     tokenizer.templates = {"default": template}
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
