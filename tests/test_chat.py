@@ -124,6 +124,7 @@ def test_templates_render_as_in_transformers(template, prompt):
     ("{{ 'a' * 10**10 }}", "bytes of memory"),
     ("{% set ns = namespace(a='a') %}{% for _ in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "of memory"),
     ("{{ 'a'.ljust(10**10) }}", "bytes of memory"),
+    ("{{ 'a' | center(10000000000) }}", "bytes of memory"),
     ("{{ 10**(10**10) }}", "bits"),
     ("{% set ns = namespace(a=3) %}{% for _ in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}", "bits"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),

@@ -1,6 +1,8 @@
 """Chat templates are Jinja programs of strangers: what they may use, and how much of it.
 
-    text = compile_template(source).render(messages=messages, bos_token="<s>")  # in bounded() if it is a stranger's
+    template = compile_template(source)
+    with bounded():
+        text = template.render(messages=messages, bos_token="<s>")
 
 A template finds what transformers provides: https://huggingface.co/docs/transformers/chat_templating_writing
 """
@@ -28,7 +30,33 @@ ANSWER = "\ufdd1"  # before a text to learn
 ANSWER_END = "\ufdd2"  # after it
 
 
+@contextmanager
+def bounded():
+    """In the main thread: let a template take MOST_SECONDS and, on Linux, MOST_BYTES of memory. Then it ends with a
+    TimeoutError or a MemoryError.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGVTALRM, raise_timeout)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
+    try:
+        if sys.platform == "linux":
+            with open("/proc/self/statm") as file:
+                n_pages = int(file.read().split()[0])
+            n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (n_bytes if hard < 0 else min(n_bytes, hard), hard))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+        signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def raise_timeout(signum, frame):
+    raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
+
+
 @functools.lru_cache(maxsize=8)
+@bounded()  # Jinja computes constants as it compiles
 def compile_template(template: str) -> Template:
     try:
         return make_environment().from_string(template)
@@ -91,28 +119,3 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     if ensure_ascii:
         text = re.sub(f"[^\0-\x7f{BREAK}]", lambda char: json.dumps(char[0])[1:-1], text)
     return text
-
-
-@contextmanager
-def bounded():
-    """In the main thread: let a template take MOST_SECONDS and, on Linux, MOST_BYTES of memory. Then it ends with a
-    TimeoutError or a MemoryError.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGVTALRM, raise_timeout)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
-        if sys.platform == "linux":
-            with open("/proc/self/statm") as file:
-                n_pages = int(file.read().split()[0])
-            n_bytes = n_pages * resource.getpagesize() + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (n_bytes if hard < 0 else min(n_bytes, hard), hard))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def raise_timeout(signum, frame):
-    raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
