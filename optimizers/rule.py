@@ -44,7 +44,7 @@ class Rule:
     c_files = ()  # files in kernels/ that step_on_cpu uses
 
     def states(self, name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> States:
-        """The states of a whole parameter, and the rows of each matrix packed in it. They start as zeros.
+        """The states of a whole parameter, which start as zeros. rows: of each matrix packed in it.
 
         Under FSDP those with as many rows as the parameter are split like it; each rank has the others whole.
         """
