@@ -1,6 +1,5 @@
 """The arithmetic of memory.py against recorded peaks, live tensors counted here, sums done by hand, and itself."""
 
-import json
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +19,6 @@ from benchmarks.trainers import TRAINERS, llama_config
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
-from optimizers.galore import GaLore
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
@@ -330,7 +328,7 @@ def test_offload_moves_bytes_to_the_cpu():
     assert parts["gradients"] == 2**28 + 2**11 + 16 * (2**23 + 2**22 + 2**25 + 2**24 + 2 * 2**11)
     assert [memory_advice.pinned(n) for n in (1, 2, 3, 2**20, 2**20 + 0.5)] == [1, 2, 4, 2**20, 2**21]
     assert memory_advice.cpu_parts(LLAMA_1B, RunShape(8)) == []
-    assert memory_advice.cpu_bytes_to_come(LLAMA_1B, RunShape(8, 2, offload="all")) == 4 * N_1B
+    assert memory_advice.cpu_bytes_to_come(LLAMA_1B, RunShape(8, 2, offload="all")) == 4 * N_1B  # the accumulators
     (states, _) = memory_advice.cpu_parts(LLAMA_1B, sharded(4, 8, offload="optimizer"))
     assert states.bytes == 12 * N_1B / 4
     (part,) = memory_advice.cpu_parts(LLAMA_1B, RunShape(64, activation_checkpointing="full", offload_activations=True))
@@ -360,56 +358,38 @@ def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
     assert asked[0] < logits < asked[1] / 2
 
 
-ADVISED = {
-    "one GPU": (LLAMA_1B, RunShape(8), "--optimizer_bits=8"),
-    "8 bits": (LLAMA_1B, RunShape(8, rule=AdamW8bit()), "--batch_size=4 --gradient_accumulation_steps=2"),
-    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN), "--kernels=all"),
-    "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid"), "--sharding=zero3"),
-    "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False), "--sync_every_micro_batch=true"),
+ADVISED = {  # settings of train.py, and one of the three that lower its peak most
+    "batch_size=8": "--optimizer_bits=8",
+    "batch_size=8 optimizer_bits=8": "--batch_size=4 --gradient_accumulation_steps=2",
+    "batch_size=8 gradient_accumulation_steps=2 kernels=none attention=sdpa": "--kernels=all",
+    "ranks=16 sharding=hybrid gradient_accumulation_steps=16": "--sharding=zero3",
+    "ranks=4 gradient_accumulation_steps=16 sync_every_micro_batch=false": "--sync_every_micro_batch=true",
+    "batch_size=3 activation_checkpointing=full": "--offload=optimizer",
+    "batch_size=3 activation_checkpointing=selective cuda_graph=true": "--activation_checkpointing=full",
+    "batch_size=8 activation_checkpointing=full compile=true": "--offload=optimizer",
+    "batch_size=8 activation_checkpointing=selective optimizer=galore": "--activation_checkpointing=full",
+    "batch_size=8 activation_checkpointing=full offload=all lora_rank=16": "--offload_activations=true",
+    "batch_size=8 activation_checkpointing=full lora_rank=16": "--quantize_base=nf4",
+    "batch_size=8 activation_checkpointing=full lora_rank=16 quantize_base=nf4": "--offload_activations=true",
+    "batch_size=8 activation_checkpointing=full lora_rank=16 fp8=true": "--offload_activations=true",
+    "batch_size=8 n_embd=576 n_head=9 n_kv_head=3 ffn_dim=1536": "--activation_checkpointing=full",
 }
 
 
-@pytest.mark.parametrize("case", ADVISED)
-def test_advice_lowers_the_peak_by_what_it_says_and_names_what_wastes_most(case):
-    config, run, expected = ADVISED[case]
-    found = memory_advice.advice(config, run)
-    assert 0 < len(found) <= 3 and [gib for _, gib in found] == sorted(gib for _, gib in found)
-    for flags, gib in found:
-        settings = {name: json.loads(value) if value[0] in "0123456789tf" and value != "full" else value
-                    for name, value in (flag.removeprefix("--").split("=") for flag in flags.split())}  # fmt: skip
-        then = memory_advice.changed(run, settings)
-        assert then != run and memory.peak_gib(config, then) == gib < memory.peak_gib(config, run), flags
-    assert expected in [flags for flags, _ in found], found
-
-
-def test_advice_is_only_what_train_py_accepts():
-    def choices(config=LLAMA_1B, **changes):
-        run = RunShape(**{"batch_size": 64, "activation_checkpointing": "full"} | changes)
-        return [settings for values in memory_advice.choices(config, run) for settings in values]
-
-    def names(**changes):
-        return {name for settings in choices(**changes) for name in settings}
-
-    assert names() >= {"offload", "offload_activations", "batch_size"}
-    assert "offload_activations" not in names(compile=True) and "batch_size" not in names(batch_size=3)
-    assert not names(cuda_graph=True) & {"offload_activations", "offload"}
-    assert "offload" not in names(rule=GaLore())
-    smaller = {"batch_size": 32, "gradient_accumulation_steps": 24}
-    run = RunShape(64, 3, world_size=4, shard_ranks=4)
-    assert smaller in memory_advice.choices(LLAMA_1B, run)[-1] and memory_advice.changed(run, smaller).micro_steps == 6
-    run = RunShape(4, 2, offload="all", activation_checkpointing="full", offload_activations=True)
-    parts = {part.name: part.bytes for part in memory_advice.cpu_parts(LLAMA_1B, run)}
-    later = [parts[name] for name in parts if "activations" in name or "accumulators" in name]
-    assert len(later) == 2 and memory_advice.cpu_bytes_to_come(LLAMA_1B, run) == sum(later)
-    four_bits = choices(lora_rank=16, quantize_base="nf4")
-    assert {"offload": "optimizer"} in four_bits and {"offload": "all"} not in four_bits
-    assert {"offload": "all"} not in choices(lora_rank=16, fp8=True)
-    assert "quantize_base" in names(lora_rank=16)
-    assert "quantize_base" not in names() | names(lora_rank=16, offload="all")
-    assert "optimizer_bits" in names() and "optimizer_bits" not in names(lora_rank=16)
-    smollm2 = replace(LLAMA_1B, n_embd=576, ffn_dim=1536, n_head=9, n_kv_head=3)  # 8 bits have blocks of 256
-    assert "optimizer_bits" not in names(config=smollm2)
-    assert "offload_activations" not in names(activation_checkpointing="none")
+@pytest.mark.parametrize("words", ADVISED)
+def test_advice_is_accepted_by_train_py_and_lowers_the_peak_by_what_it_says(words):
+    named = {"block_size": 2048, "gradient_accumulation_steps": 1} | dict(word.split("=") for word in words.split())
+    ranks = int(named.pop("ranks", 1))
+    path = "config/llama31_8b.py" if ranks > 1 else "config/llama32_1b.py"
+    config, run = estimate.resolve(path, ranks, named)
+    for settings in (settings for values in memory_advice.choices(config, run) for settings in values):
+        flags = {name: str(value).lower() for name, value in settings.items()}
+        assert estimate.resolve(path, ranks, named | flags) == (config, memory_advice.changed(run, settings))
+    found = dict(memory_advice.advice(config, run))
+    assert ADVISED[words] in found and len(found) <= 3 and list(found.values()) == sorted(found.values())
+    for flags, gib in found.items():
+        then = estimate.resolve(path, ranks, named, flags.split())
+        assert memory.peak_gib(*then) == gib < memory.peak_gib(config, run), flags
 
 
 def test_out_of_memory_message_names_what_is_large_and_what_lowers_it(monkeypatch):
