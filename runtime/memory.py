@@ -211,8 +211,8 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
         if run.fp8:
             working += x if run.lora_rank else 2 * c.ffn_dim  # rounded; with adapters in the product's memory
     everything = 2 * norm + attention + mlp
-    kept = {"none": everything, "selective": norm + attention + x, "full": x}[run.activation_checkpointing]
-    return kept, everything + working
+    saved = {"none": everything, "selective": norm + attention + x, "full": x}[run.activation_checkpointing]
+    return saved, everything + working
 
 
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
@@ -268,49 +268,49 @@ class Step:
         self.n_groups = run.how.groups_of_sequences(run.batch_size, c.block_size, c.n_embd) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
         self.chunks = 1 if run.plain_blocks else run.how.chunks_of_mlp(self.group_tokens, c.n_embd)
-        self.kept, self.in_block = token_bytes(c, run, self.chunks)
+        self.saved_bytes, self.in_block_bytes = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
         run = self.run
         ranks = run.shard_ranks
         workspaces = 2**26 * (1 + run.cuda_graph)  # on Hopper; a graph is recorded on a separate stream
-        found = [Part("cuBLAS workspaces", workspaces, "32 MiB each for forward and backward")]
+        parts = [Part("cuBLAS workspaces", workspaces, "32 MiB each for forward and backward")]
         if run.offload != "all":
-            found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
+            parts += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
-            found += self.masters_and_states()
+            parts += self.masters_and_states()
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share buffers
             ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # frozen weights are not reduced
             blocks = 5 if run.copy_engines_reduce else 3
-            found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
+            parts += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
         if self.unsynced:  # whole on every rank
-            found += counted("gradient accumulators", "wide", (1, self.all))
+            parts += counted("gradient accumulators", "wide", (1, self.all))
         elif run.micro_steps > 1 and run.offload == "none":
-            found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
-        return found
+            parts += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
+        return parts
 
     def masters_and_states(self) -> list[Part]:
         return counted("masters and optimizer states", "states", (1, self.all), ranks=self.run.shard_ranks)
 
     def saved(self, blocks: int) -> list[Part]:
-        how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
-        return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
+        how = f"{self.saved_bytes:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
+        return [Part("saved activations", self.saved_bytes * blocks * self.n_tokens, how)] if blocks else []
 
-    def at(self, ahead: int, gathered: tuple[int, int], more: list[Part]) -> list[Part]:
+    def parts_at(self, ahead: int, gathered: tuple[int, int], more: list[Part]) -> list[Part]:
         """All parts of one phase, including `more`.
 
         ahead: number of blocks whose backward has not ended. gathered: number of blocks whose whole weights are held,
         and number of copies of the whole weights that the loss needs.
         """
-        found = self.always()
+        parts = self.always()
         blocks, times = gathered
         if self.run.fsdp:
-            found += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
+            parts += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
         elif self.run.offload == "all":
-            found += counted("streamed weights", "weights", (2, self.block), (times, self.root))
+            parts += counted("streamed weights", "weights", (2, self.block), (times, self.root))
         if self.run.offload_activations:  # the last block's; in backward those of the block being read and of the next
             ahead = min(ahead, 1 + (ahead < self.c.n_layer))
-        return found + self.saved(ahead) + more
+        return parts + self.saved(ahead) + more
 
     def gradients(self, blocks: int, embeddings: int) -> list[Part]:
         """Gradients of an untied head and of so many `blocks`, whose backward has ended, and of so many `embeddings`:
@@ -319,17 +319,17 @@ class Step:
         run = self.run
         head = (1, self.head)
         ended = (blocks, self.block)
-        found = counted("gradients", "gradients", (embeddings, self.embedding))
+        parts = counted("gradients", "gradients", (embeddings, self.embedding))
         if self.unsynced:  # the others are in the accumulators
-            return found
+            return parts
         if run.offload == "none":
-            found += counted("gradients", "gradients", head, ended, ranks=run.shard_ranks)
+            parts += counted("gradients", "gradients", head, ended, ranks=run.shard_ranks)
         elif run.offload == "optimizer" or not run.fsdp:  # copied out while the next group's are computed
             latest = (1, self.block) if blocks else head
-            found += counted("gradients being offloaded", "gradients", latest, ranks=run.shard_ranks)
+            parts += counted("gradients being offloaded", "gradients", latest, ranks=run.shard_ranks)
         if run.fsdp and run.sharding == "hybrid" and self.itemsize < 4:  # FSDP's _all_reduce_state
-            found += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=run.shard_ranks)
-        return found
+            parts += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=run.shard_ranks)
+        return parts
 
     def being_reduced(self, group: Group) -> list[Part]:
         """FSDP's float32 buffer of a group's gradients: it stays until the next group's are in theirs."""
@@ -350,13 +350,13 @@ class Step:
         c = self.c
         block = self.block
         tokens = self.group_tokens
-        beyond = self.in_block - self.kept
+        beyond = self.in_block_bytes - self.saved_bytes
         # with few tokens, the block's own gradients are larger
-        n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
+        n_bytes = max(beyond * tokens, block.gradients - self.saved_bytes * tokens)
         reads_back = self.run.quantize_base == "nf4" or self.run.fp8  # a frozen weight, from NF4, or transposed
         if self.run.lora_rank and reads_back and not self.run.plain_blocks:
             n_bytes += 2 * c.ffn_dim * c.n_embd
-        found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
+        parts = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks
             mlp = Part("a slice of its MLP", a_slice + block.wide, "and its gradients' sums in float32")
@@ -364,12 +364,12 @@ class Step:
             per_token = self.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)
             per_token += 0 if runs_triton(c, self.run) else (4 + 2 * self.itemsize) * c.n_embd
             attention = Part("its attention", per_token * tokens + block.gradients, "and the block's gradients")
-            found.append(max(mlp, attention, key=lambda part: part.bytes))
+            parts.append(max(mlp, attention, key=lambda part: part.bytes))
         if self.n_groups > 1:
             sums = block.gradients if self.n_groups == 2 else block.wide
             n_bytes = self.itemsize * c.n_embd * (self.n_tokens - tokens) + sums
-            found.append(Part("the other groups", n_bytes, "the gradients of their x, and sums of the weights'"))
-        return found
+            parts.append(Part("the other groups", n_bytes, "the gradients of their x, and sums of the weights'"))
+        return parts
 
 
 def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
@@ -388,26 +388,26 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     if tied:  # the head's gradient waits for the embedding's; with whole logits (F.linear) a third tensor is their sum
         first = step.root
         copies = 2 if run.kernels == "all" else 3
-    found = {
-        "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
-        "backward of the loss": step.at(layers, (stay or buffer, 1), [backward]),
-        "reduction of the head": step.at(layers, (stay or buffer, 0), step.reduction(step.head)),
+    by_phase = {
+        "the loss, at the end of forward": step.parts_at(layers, in_loss, [forward]),
+        "backward of the loss": step.parts_at(layers, (stay or buffer, 1), [backward]),
+        "reduction of the head": step.parts_at(layers, (stay or buffer, 0), step.reduction(step.head)),
     }
     for k in range(layers, 0, -1):
         gathered = k if stay else 1 + buffer, root_stays  # the next block is gathered before this one computes
         more = step.being_reduced(step.block if k < layers else step.head) + step.block_in_backward()
-        found[f"backward of block {k}"] = step.at(k, gathered, step.gradients(layers - k, int(tied)) + more)
+        by_phase[f"backward of block {k}"] = step.parts_at(k, gathered, step.gradients(layers - k, int(tied)) + more)
     more = step.gradients(layers, copies) + step.being_reduced(step.block)
-    found["backward of the embedding"] = step.at(0, (0, root_stays), more)
-    found["reduction of the embedding"] = step.at(0, (0, 0), step.gradients(layers, 0) + step.reduction(first))
-    return found
+    by_phase["backward of the embedding"] = step.parts_at(0, (0, root_stays), more)
+    by_phase["reduction of the embedding"] = step.parts_at(0, (0, 0), step.gradients(layers, 0) + step.reduction(first))
+    return by_phase
 
 
 def parts(config: LlamaConfig, run: RunShape) -> tuple[str, list[Part]]:
     """The phase of the peak, and the parts in memory then."""
-    found = phases(config, run)
-    peak = max(found, key=lambda phase: sum(part.bytes for part in found[phase]))
-    return peak, found[peak]
+    by_phase = phases(config, run)
+    peak = max(by_phase, key=lambda phase: sum(part.bytes for part in by_phase[phase]))
+    return peak, by_phase[peak]
 
 
 def peak_gib(config: LlamaConfig, run: RunShape) -> float:
@@ -416,8 +416,8 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
 
 def table(config: LlamaConfig, run: RunShape) -> str:
     """The parts at the peak and their sum, as lines_of() writes them."""
-    phase, found = parts(config, run)
-    return lines_of([*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")])
+    phase, at_peak = parts(config, run)
+    return lines_of([*at_peak, Part("together", sum(part.bytes for part in at_peak), f"at the peak: {phase}")])
 
 
 def lines_of(parts: list[Part]) -> str:

@@ -54,21 +54,21 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in CPU memory."""
     step = Step(config, run)
-    found = []
+    parts = []
     if run.offload_dir:  # the pieces of the state on the drive pass through buffers
         piece = max(min(PIECE / each[1].numel(), 1) * state_bytes(*each, run) for each in step.parameters)
-        found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
+        parts.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
     elif run.offload != "none":
-        found += step.masters_and_states()
+        parts += step.masters_and_states()
     if run.offload != "none" and run.micro_steps > 1:
-        found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
+        parts += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
     if run.offload != "none":
-        found += offloaded(step, "gradients", "gradients")
+        parts += offloaded(step, "gradients", "gradients")
     if run.offload == "all":
-        found += offloaded(step, "compute weights", "weights")
+        parts += offloaded(step, "compute weights", "weights")
     if run.offload_activations:
-        found += step.saved(config.n_layer - 1)
-    return found
+        parts += step.saved(config.n_layer - 1)
+    return parts
 
 
 def offloaded(step: Step, name: str, kind: str) -> list[Part]:
@@ -124,22 +124,22 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
         stronger["offload_activations"] = [False, True]
     if run.lora_rank and run.offload != "all":
         stronger["quantize_base"] = ["none", "nf4"]
-    found = [
+    values_of_settings = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]
     in_blocks = config.n_embd % 256 == config.ffn_dim % 256 == 0  # as check_settings requires
     if type(run.rule) is AdamW and not run.lora_rank and in_blocks:
-        found.append([{"optimizer_bits": 8}])
+        values_of_settings.append([{"optimizer_bits": 8}])
     if run.activation_checkpointing != "none" and Step(config, run).chunks == 1:
-        found.append([{"mlp_chunks": 16}])
+        values_of_settings.append([{"mlp_chunks": 16}])
     if run.copy_engines_gather:
-        found.append([{"copy_engines": False}])
+        values_of_settings.append([{"copy_engines": False}])
     if run.world_size > 1 and run.sharding != "zero3":
-        found.append([{"sharding": "zero3"}])
+        values_of_settings.append([{"sharding": "zero3"}])
     if run.batch_size % 2 == 0:
         accumulation = 2 * run.micro_steps * run.world_size
-        found.append([{"batch_size": run.batch_size // 2, "gradient_accumulation_steps": accumulation}])
-    return [values for values in found if values]
+        values_of_settings.append([{"batch_size": run.batch_size // 2, "gradient_accumulation_steps": accumulation}])
+    return [values for values in values_of_settings if values]
 
 
 def changed(run: RunShape, settings: dict) -> RunShape:
@@ -159,22 +159,22 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
     Each gets the cheapest value that saves at least two thirds of what the setting's strongest value saves.
     """
     now = peak_gib(config, run)
-    found = []
+    helpful = []
     for values in choices(config, run):
         gibs = [peak_gib(config, changed(run, settings)) for settings in values]
         if min(gibs) < now:
             enough = next(i for i, gib in enumerate(gibs) if now - gib >= 2 / 3 * (now - min(gibs)))
             flags = " ".join(f"--{name}={str(value).lower()}" for name, value in values[enough].items())
-            found.append((flags, gibs[enough]))
-    return sorted(found, key=lambda flags_and_gib: flags_and_gib[1])[:3]
+            helpful.append((flags, gibs[enough]))
+    return sorted(helpful, key=lambda flags_and_gib: flags_and_gib[1])[:3]
 
 
 def out_of_memory_message(config: LlamaConfig, run: RunShape, device: str) -> str:
     """What takes most memory in a run that ran out of it, and which settings would lower it."""
     gib = card_gib(device)
     now = peak_gib(config, run)
-    phase, found = parts(config, run)
-    largest = sorted(found, key=lambda part: -part.bytes)[:3]
+    phase, at_peak = parts(config, run)
+    largest = sorted(at_peak, key=lambda part: -part.bytes)[:3]
     of_card = f", the card has {gib:.1f}" if gib else ""
     lines = [
         f"out of memory: this run takes about {now:.1f} GiB{of_card}",
