@@ -27,7 +27,7 @@ from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime import hf_config
-from runtime.checkpoint import Folder, is_meta, load_model, open_folder, read_json, read_newest
+from runtime.checkpoint import Folder, is_meta, load_model, open_folder, read_newest, read_object
 from runtime.hf_config import model_type, read_config
 from runtime.hf_names import Rows, hf_rows, unwrapped_names
 from runtime.resume import hf_files
@@ -107,7 +107,7 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     The width of the MLP and whether the head is tied are inferred from the weights.
     """
     weights = load_pth(path)
-    params = read_json(path / "params.json")
+    params = read_object(path / "params.json")
     kinds = {name: hf_config.kind(ours) for ours, name in hf_config.NAMES.items()} | {"rope_theta": float}
     config = {
         name: hf_config.setting(path / "params.json", params, theirs, kinds[name])

@@ -37,7 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data.files import LFS_ADVICE, is_lfs_pointer, read_small
+from data.files import LFS_ADVICE, is_lfs_pointer, read_json, read_small
 from data.meta import check_meta
 from data.tokenizer import FILES, MODEL_FILES, published_name
 from kernels import LoRALinear
@@ -139,23 +139,19 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 # Files and digests
 
 
-def read_file(path: Path) -> bytes:
-    """Read a small file, on this rank. Damaged if it is missing, huge, a pipe or a git-lfs pointer."""
+def read_file(path: Path, read: Callable = read_small) -> Any:
+    """Read a small file, on this rank. Damaged if it is missing, huge, a pipe, or not what `read` expects."""
     if not path.exists():
         raise Damaged(f"{path} is missing: copy or fetch the whole folder")
     try:
-        return read_small(path, SMALL_FILE_BYTES)
+        return read(path, SMALL_FILE_BYTES)
     except ValueError as error:
         raise Damaged(str(error)) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank; Damaged for anything else."""
-    text = read_file(path)
-    try:
-        content = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is not JSON: {error}") from error
+    content = read_file(path, read_json)
     if not isinstance(content, dict):
         raise Damaged(f"{path} holds JSON of type {type(content).__name__}: expected an object")
     return content
@@ -187,7 +183,7 @@ def read_run(path: Path) -> dict | None:
     """Read a folder's run.json, on this rank; None if there is none. Damaged if it is not what was saved."""
     if not (path / "run.json").exists():
         return None
-    run = read_json(path / "run.json")
+    run = read_object(path / "run.json")
     if run.pop("digest", None) != digest_of_run(run):
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     digests = run.get("digests")
@@ -248,8 +244,8 @@ def _open_folder(path, stems):
     adapted = run is not None and ADAPTED in run["digests"]
     small = {*TOKENIZER_FILES, "config.json", ADAPTED, *(f"{stem}.safetensors.index.json" for stem in stems)}
     verify(path, run, small & run["digests"].keys() if run else ())  # also what sample.py will read
-    config = read_json(path / (ADAPTED if adapted else "config.json"))
-    adapter = read_json(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
+    config = read_object(path / (ADAPTED if adapted else "config.json"))
+    adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
     if adapted and "base_model_name_or_path" not in adapter:
         raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     add_missing(config, run or {})
@@ -280,7 +276,7 @@ def _published_tensors(path, single):
         _say_unread(path, single)
         tensors = _tensors_in(path, single)
     elif index.exists():
-        file_of = read_json(index).get("weight_map")
+        file_of = read_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(map(TENSOR_FILE.fullmatch, map(str, file_of.values()))):
             raise Damaged(f"{index} has no weight_map from tensor names to file names")
         held = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
@@ -302,7 +298,7 @@ def _say_unread(folder, single):
     index = folder / f"{single}.index.json"
     unread = sorted(file.name for file in folder.glob(single.replace(".", "-*.")))
     with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # missing or damaged
-        if set(read_json(index)["weight_map"].values()) != {single}:
+        if set(read_object(index)["weight_map"].values()) != {single}:
             unread.append(index.name)
     if unread:
         print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
