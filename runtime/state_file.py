@@ -64,7 +64,8 @@ class StateFile:
 
     def __init__(self, folder: str, n_bytes: int):
         """Reserve n_bytes on the folder's drive; zeros() reserves more. OSError if it cannot."""
-        self.folder, self.end = folder, 0
+        self.folder = folder
+        self.end = 0  # of the tensors so far
         self.threads = ThreadPoolExecutor(THREADS)
         try:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
@@ -82,7 +83,8 @@ class StateFile:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor whose memory is the file's next pages."""
-        begin, n_bytes = self.end, math.prod(shape) * dtype.itemsize
+        begin = self.end
+        n_bytes = math.prod(shape) * dtype.itemsize
         if n_bytes:
             self.end += whole_pages(n_bytes)
             os.posix_fallocate(self.file.fileno(), begin, self.end - begin)  # no-op if it is reserved
@@ -144,10 +146,11 @@ class StateFile:
     def _measure(self, system_call, n_bytes):
         memory = page_aligned(REQUEST_BYTES)
         as_bytes(memory)[:] = os.urandom(REQUEST_BYTES)  # which no file system compresses
-        begins, began = range(0, n_bytes, REQUEST_BYTES), time.perf_counter()
+        begins = range(0, n_bytes, REQUEST_BYTES)
+        start = time.perf_counter()
         list(self.threads.map(lambda begin: self._transfer(system_call, begin, memory), begins))
         os.fdatasync(self.file.fileno())
-        return len(begins) * REQUEST_BYTES / (time.perf_counter() - began)
+        return len(begins) * REQUEST_BYTES / (time.perf_counter() - start)
 
 
 def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
@@ -157,7 +160,8 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
     """
     if offload_dir is None:
         return None
-    folder, n_bytes = os.path.expanduser(offload_dir), math.ceil(n_bytes)
+    folder = os.path.expanduser(offload_dir)
+    n_bytes = math.ceil(n_bytes)
     with stop_on_error():
         on_all_ranks(lambda: _require_drive(folder, n_bytes * local_world_size))
         file = on_all_ranks(lambda: StateFile(folder, n_bytes))
@@ -187,11 +191,12 @@ def _require_drive(folder: str, n_bytes: int) -> None:
 
 def file_system(folder: str, mounts: Path = Path("/proc/mounts")) -> str:
     """The type of the file system that a folder is on; "" if unknown."""
-    found, path = {"": ""}, os.path.realpath(folder) + "/"
+    kind_at = {"": ""}
+    path = os.path.realpath(folder) + "/"
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
-            at, kind = line.split()[1:3]
-            at = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), at)  # \040 is a space
-            if path.startswith(at.rstrip("/") + "/"):
-                found[at] = kind  # of several mounted on one another, the last
-    return found[max(found, key=len)]
+            mount, kind = line.split()[1:3]
+            mount = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount)  # \040 is a space
+            if path.startswith(mount.rstrip("/") + "/"):
+                kind_at[mount] = kind  # of several mounted on one another, the last
+    return kind_at[max(kind_at, key=len)]

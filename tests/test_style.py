@@ -17,7 +17,7 @@ CLEAN = [  # files and folders without an offence
     "kernels/execution.py", "kernels/linear.py", "lora.py", "model.py", "optimizers", "plain_llama.py",
     "runtime/checkpoint.py", "runtime/copy_engines.py", "runtime/hf_config.py", "runtime/hf_names.py",
     "runtime/memory.py", "runtime/memory_advice.py", "runtime/memory_stats.py", "runtime/resume.py", "runtime/save.py",
-    "runtime/stream_weights.py", "train.py",
+    "runtime/state_file.py", "runtime/stream_weights.py", "train.py",
 ]  # fmt: skip
 
 
