@@ -69,7 +69,7 @@ sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some 
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell does not read them in --stop='\n'
 if isinstance(stop, str):
-    stop = [re.sub(r"\\[ntr\\]", lambda found: ESCAPES[found[0]], stop)]
+    stop = [re.sub(r"\\[ntr\\]", lambda match: ESCAPES[match[0]], stop)]
 stops = stop or []  # a list is read as Python reads it, escapes too
 for name, valid, expected in (
     ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
@@ -182,7 +182,7 @@ try:
     prompts = [] if chat or evaluate else read_prompts()
     model = load_model(out_dir, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
-    found = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size) if evaluate else {}
+    metrics = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size) if evaluate else {}
 except (ImportError, OSError, ValueError) as error:
     sys.exit(str(error))
 except KeyboardInterrupt:
@@ -192,7 +192,7 @@ try:
     if chat:
         converse(messages)
     elif evaluate:
-        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+        print("\n".join(f"{name}: {value}" for name, value in metrics.items()))
     else:
         write_continuations(prompts)
 except ValueError as error:

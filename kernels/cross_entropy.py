@@ -245,11 +245,11 @@ def losses_of_rows_reference(logits, targets, options, scale, out, losses):
     valid = targets != ignore_index
     inside = valid & (targets >= 0) & (targets < n_vocab)
     x = logits.to(losses.dtype)
-    at = targets.clamp(0, n_vocab - 1)[:, None]
+    index = targets.clamp(0, n_vocab - 1)[:, None]
     x.masked_fill_(~valid[:, None], 0.0)  # ignored rows, whatever they hold
     maximum = x.amax(-1)
     x.sub_(maximum[:, None])
-    loss = -(1 - label_smoothing) * x.gather(1, at).squeeze(1)
+    loss = -(1 - label_smoothing) * x.gather(1, index).squeeze(1)
     if label_smoothing:
         loss -= label_smoothing * x.mean(-1)
     exp_sum = x.exp_().sum(-1)
@@ -262,7 +262,7 @@ def losses_of_rows_reference(logits, targets, options, scale, out, losses):
     x.mul_((scale * (1 + 2 * z_loss * lse) / exp_sum)[:, None])
     if label_smoothing:
         x.sub_((scale * label_smoothing / n_vocab)[:, None])
-    x.scatter_add_(1, at, -(1 - label_smoothing) * scale[:, None])
+    x.scatter_add_(1, index, -(1 - label_smoothing) * scale[:, None])
     if x.data_ptr() != out.data_ptr():
         out.copy_(x)
 

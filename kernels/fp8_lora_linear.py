@@ -105,14 +105,14 @@ class Float8Products:
         weight = rounded_reference(self.read_weight(self.lora_a, *self.tensors()[:-2]))
         return F.linear(rounded_reference(x), weight).to(x.dtype) + self.adapted(x)
 
-    def read_float8(self, like, *held, transposed=False):
+    def read_float8(self, like, *frozen, transposed=False):
         """float8 (O, C), or transposed (C, O), and scales (O, 1) of the frozen weight."""
-        w8, t = quantize(self.read_weight(like, *held))
+        w8, t = quantize(self.read_weight(like, *frozen))
         return transpose(w8) if transposed else w8, t
 
     def project(self, x, *tensors, out=None):
-        *held, a, b = tensors
-        y = project_float8(x, *self.read_float8(x, *held), x.dtype, out)
+        *frozen, a, b = tensors
+        y = project_float8(x, *self.read_float8(x, *frozen), x.dtype, out)
         y_rows = as_rows(y)
         low = self._low(x, a)
         for rows, columns in self.parts:
@@ -121,8 +121,8 @@ class Float8Products:
 
     def input_gradient(self, shared, *tensors, out=None):
         dy, dlow = shared
-        *held, a, _ = tensors
-        wt8, t = self.read_float8(dy, *held, transposed=True)
+        *frozen, a, _ = tensors
+        wt8, t = self.read_float8(dy, *frozen, transposed=True)
         dx = input_gradient_float8(*quantize(dy, t.view(-1)), wt8, dy.dtype, out)
         add_low_rank(as_rows(dx), dlow, a.T)
         return dx
@@ -131,7 +131,7 @@ class Float8Products:
 class FP8LoRALinear(Float8Products, LoRALinear):
     """LoRALinear whose frozen weight (O, C) is float8, with fp32 scales (O, 1)."""
 
-    held = ("weight", "scales")
+    frozen = ("weight", "scales")
 
     def quantize(self, weight):
         return quantize(weight) if use_triton(weight) else quantize_reference(weight)
@@ -146,13 +146,13 @@ class FP8LoRALinear(Float8Products, LoRALinear):
 class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
     """NF4LoRALinear whose weight is read back as float8."""
 
-    def read_float8(self, like, *held, transposed=False):
+    def read_float8(self, like, *frozen, transposed=False):
         if self.in_features % BLOCK:  # a block may span two rows, which have two scales
-            return super().read_float8(like, *held, transposed=transposed)
+            return super().read_float8(like, *frozen, transposed=transposed)
         shape = self.out_features, self.in_features
         w8 = torch.empty(shape[::-1] if transposed else shape, dtype=FLOAT8, device=like.device)
         t = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
         rows_of = (w8.T if transposed else w8).split(self.rows)
-        for matrix, *out in zip(self.matrices(*held), rows_of, t.split(self.rows), strict=True):
+        for matrix, *out in zip(self.matrices(*frozen), rows_of, t.split(self.rows), strict=True):
             nf4_to_float8(*matrix, *out)
         return w8, t

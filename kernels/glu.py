@@ -101,15 +101,15 @@ def _glu_bwd_kernel(
     for i in range(0, SPAN, BLOCK):
         cols = first + i + tl.arange(0, BLOCK)
         mask = cols < n_cols
-        at = row * (2 * n_cols) + cols
-        gate = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0))
-        up = to_compute(tl.load(x_ptr + at + n_cols, mask=mask, other=0.0))
+        offsets = row * (2 * n_cols) + cols
+        gate = to_compute(tl.load(x_ptr + offsets, mask=mask, other=0.0))
+        up = to_compute(tl.load(x_ptr + offsets + n_cols, mask=mask, other=0.0))
         dy = to_compute(tl.load(dy_ptr + row * n_cols + cols, mask=mask, other=0.0))
         activated, slope = _activate(gate, ACTIVATION)
         dgate = (dy * up * slope).to(dx_ptr.dtype.element_ty)
         dup = (dy * activated).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + at, dgate, mask=mask)
-        tl.store(dx_ptr + at + n_cols, dup, mask=mask)
+        tl.store(dx_ptr + offsets, dgate, mask=mask)
+        tl.store(dx_ptr + offsets + n_cols, dup, mask=mask)
         if NEED_Y:
             tl.store(y_ptr + row * n_cols + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
         if FLOAT8:
@@ -123,9 +123,9 @@ def _glu_bwd_kernel(
         for i in range(0, 2 * SPAN, BLOCK):
             cols = i + tl.arange(0, BLOCK)
             mask = cols < 2 * n_cols
-            at = row * (2 * n_cols) + cols
-            dx = tl.load(dx_ptr + at, mask=mask).to(tl.float32) * tl.load(factors_ptr + cols, mask=mask)
-            tl.store(dx8_ptr + at, (dx / scale).to(dx8_ptr.dtype.element_ty), mask=mask)
+            offsets = row * (2 * n_cols) + cols
+            dx = tl.load(dx_ptr + offsets, mask=mask).to(tl.float32) * tl.load(factors_ptr + cols, mask=mask)
+            tl.store(dx8_ptr + offsets, (dx / scale).to(dx8_ptr.dtype.element_ty), mask=mask)
 
 
 def _sizes(n_cols, largest=BLOCK):

@@ -6,8 +6,8 @@
 q, k and v are packed in one W, gate and up in another, but published adapters have an A and a B for each. So A stacks
 the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r of x Aᵀ belong to the rows of matrix i.
 
-Subclasses define how the frozen W is held: `held` names its tensors, quantize makes them, read_weight reads them back.
-nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
+Subclasses define how the frozen W is held: `frozen` names its tensors, quantize makes them, read_weight reads them
+back. nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
 
 FLOPs for m matrices: 2·N·C·O forward and as many backward, since a frozen W has no gradient; for the adapters
 2·N·r·(m·C + O) forward and 2·N·r·(3·m·C + 2·O) backward, which recomputes x Aᵀ. Saved: x (unless the fused function
@@ -34,7 +34,7 @@ class LoRALinear(Linear):
     peft, and lora_b (O, rank) at zero, so y starts as the base's.
     """
 
-    held = ("weight",)  # the tensors of the frozen weight: `weight` comes first, and has O rows
+    frozen = ("weight",)  # the tensors of the frozen weight: `weight` comes first, and has O rows
 
     def __init__(self, base: Linear, rank: int, alpha: float):
         nn.Module.__init__(self)
@@ -43,7 +43,7 @@ class LoRALinear(Linear):
         self.out_features, self.in_features = base.weight.shape
         self.rows = base.rows
         self.bias = None
-        for name, part in zip(self.held, self.quantize(base.weight.detach()), strict=True):
+        for name, part in zip(self.frozen, self.quantize(base.weight.detach()), strict=True):
             setattr(self, name, nn.Parameter(part, requires_grad=False))
         self.lora_a = nn.Parameter(base.weight.new_empty(len(self.rows) * rank, self.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))
@@ -55,8 +55,8 @@ class LoRALinear(Linear):
 
     def _apply(self, fn, recurse=True):
         """Called by .to(), .half() and the like, which would convert NF4's codes, and float8 without its scales."""
-        held = torch.empty(0, dtype=self.weight.dtype)
-        if len(self.held) > 1 and fn(held).dtype != held.dtype:
+        empty = torch.empty(0, dtype=self.weight.dtype)
+        if len(self.frozen) > 1 and fn(empty).dtype != empty.dtype:
             raise ValueError("weights in NF4 or float8 keep their dtype: convert the model before add_lora")
         return super()._apply(fn, recurse)
 
@@ -74,19 +74,19 @@ class LoRALinear(Linear):
         assert self.lora_a.dtype == x.dtype, f"adapters in {self.lora_a.dtype}: expected {x.dtype}"
 
     def tensors(self):
-        return *(getattr(self, name) for name in self.held), self.lora_a, self.lora_b
+        return *(getattr(self, name) for name in self.frozen), self.lora_a, self.lora_b
 
     def flops(self):
         adapters = self.lora_a.numel() + self.lora_b.numel()
         return 4 * self.in_features * self.out_features + 6 * adapters
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The held tensors of a weight (O, C)."""
+        """The frozen tensors of a weight (O, C)."""
         return (weight,)
 
     @staticmethod
     def read_weight(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The weight (O, C) that the held tensors represent, in the dtype of `like`; for float8 in fp32."""
+        """The weight (O, C) that the frozen tensors represent, in the dtype of `like`; for float8 in fp32."""
         return weight
 
     @torch.no_grad()
@@ -101,13 +101,13 @@ class LoRALinear(Linear):
     # The adapters' part is written first; the large matmul adds to it, and its FLOPs hide the second pass over y.
 
     def project(self, x, *tensors, out=None):
-        *held, a, b = tensors
+        *frozen, a, b = tensors
         y = x.new_empty(*x.shape[:-1], self.out_features) if out is None else out
         low = self._low(x, a)
         y_rows = as_rows(y)
         for rows, columns in self.parts:
             y_rows[:, rows].addmm_(low[:, columns], b[rows].T, beta=0)
-        y_rows.addmm_(as_rows(x), self.read_weight(x, *held).T)
+        y_rows.addmm_(as_rows(x), self.read_weight(x, *frozen).T)
         return y
 
     def share(self, dy, *tensors):
@@ -115,14 +115,14 @@ class LoRALinear(Linear):
 
     def input_gradient(self, shared, *tensors, out=None):
         dy, dlow = shared
-        *held, a, _ = tensors
+        *frozen, a, _ = tensors
         dx = dy.new_empty(*dy.shape[:-1], self.in_features) if out is None else out
-        as_rows(dx).addmm_(dlow, a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *held))
+        as_rows(dx).addmm_(dlow, a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *frozen))
         return dx
 
     def weight_gradients(self, shared, x, *tensors, needed, sums=(None, None), first=True):
         dy, dlow = shared
-        *held, a, b = tensors
+        *frozen, a, b = tensors
         sum_a, sum_b = sums[-2:]
         da = product(dlow, x, sum_a, first) if needed[-2] else None
         db = None
@@ -135,7 +135,7 @@ class LoRALinear(Linear):
                     torch.mm(dy[:, rows].T, low[:, columns], out=db[rows])
                 else:
                     product(dy[:, rows], low[:, columns], sum_b[rows], first)
-        return *(None for _ in held), da, db
+        return *(None for _ in frozen), da, db
 
     # Both scale in the matmul and write straight to where the result belongs: next to W's large matmuls,
     # every launch saved counts.

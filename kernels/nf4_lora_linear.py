@@ -24,7 +24,7 @@ class NF4LoRALinear(LoRALinear):
     runtime/checkpoint.py's read_base fills.
     """
 
-    held = ("weight", "scale_codes", "scale_absmax", "offset")
+    frozen = ("weight", "scale_codes", "scale_absmax", "offset")
     codes_dtype = torch.float8_e4m3fn  # really bytes, but FSDP needs floating-point parameters (torch 2.11)
 
     def __init__(self, base: Linear, rank: int, alpha: float):
@@ -52,8 +52,8 @@ class NF4LoRALinear(LoRALinear):
         scale_codes = scale_codes.view(torch.uint8).split(n_blocks)
         return map(NF4, codes, scale_codes, scale_absmax.split(n_scales), offset)
 
-    def read_weight(self, like, *held):
+    def read_weight(self, like, *frozen):
         weight = torch.empty(self.out_features, self.in_features, dtype=like.dtype, device=like.device)
-        for matrix, out in zip(self.matrices(*held), weight.split(self.rows), strict=True):
+        for matrix, out in zip(self.matrices(*frozen), weight.split(self.rows), strict=True):
             dequantize_nf4(matrix, out)
         return weight

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .pinned_memory import pinned_empty
 
 
-class Kept(NamedTuple):
+class SavedView(NamedTuple):
     """Stands for a tensor that layer i keeps for backward: a view of its k-th storage."""
 
     forward: int  # number of the forward pass
@@ -48,7 +48,7 @@ class OffloadedActivations:
     def __init__(self, n_layer: int):
         self.last = n_layer - 1
         self.pinned = [[] for _ in range(n_layer)]  # CPU memory, reused in each forward
-        self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or for the last layer still in place
+        self.saved = [None] * n_layer  # the bytes of each layer's storages: pinned, or the last layer's still in place
         self.offloading = {}  # address -> index and storage, of the layer now computing: held until they are copied
         # Layer -> the bytes of its storages back on the GPU, and the event at the end of their copy. Freed when
         # backward has moved on to the previous layer; layer 0's when the next forward begins.
@@ -66,34 +66,34 @@ class OffloadedActivations:
             wait_for(*(event for _, event in self.prefetched.values()))
             self.prefetched = {}
             self.forwards += 1
-        self.kept[i] = []
+        self.saved[i] = []
         stays = {tensor.untyped_storage().data_ptr() for tensor in stay if tensor is not None}
         if x is not None:
-            self._put(i, stays, x)
-        with saved_tensors_hooks(partial(self._put, i, stays), self._take):
+            self._pack(i, stays, x)
+        with saved_tensors_hooks(partial(self._pack, i, stays), self._unpack):
             yield
         if i == self.last:
             self.offloading = {}
 
-    def _put(self, i: int, stays: set[int], tensor: torch.Tensor) -> Kept | torch.Tensor:
+    def _pack(self, i: int, stays: set[int], tensor: torch.Tensor) -> SavedView | torch.Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in stays or not (tensor.ndim and tensor.numel() and tensor.is_floating_point()):
             return tensor  # weights, tables; scalars and empty tensors, which may be on the CPU; seeds
-        if not self.kept[i]:
+        if not self.saved[i]:
             wait_for(self.copied)
             self.offloading = {}  # this frees the previous layer's storages
             self.copied = None
         if address not in self.offloading:
-            self.offloading[address] = len(self.kept[i]), storage
+            self.offloading[address] = len(self.saved[i]), storage
             copies = storage.is_cuda and i < self.last  # the last layer's are needed first
-            self.kept[i].append(self._copy_out(i, as_bytes(storage)) if copies else as_bytes(storage))
+            self.saved[i].append(self._copy_out(i, as_bytes(storage)) if copies else as_bytes(storage))
         view = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return Kept(self.forwards, i, self.offloading[address][0], tensor.dtype, view)
+        return SavedView(self.forwards, i, self.offloading[address][0], tensor.dtype, view)
 
     def _copy_out(self, i: int, source: torch.Tensor) -> torch.Tensor:
         pinned = self.pinned[i]
-        k = len(self.kept[i])
+        k = len(self.saved[i])
         if k == len(pinned) or len(pinned[k]) != len(source):
             pinned[k:] = [pinned_empty(source.shape, source.dtype)]
         self.stream = self.stream or torch.cuda.Stream()
@@ -103,30 +103,30 @@ class OffloadedActivations:
             self.copied = self.stream.record_event()
         return pinned[k]
 
-    def _take(self, kept: Kept | torch.Tensor) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        i = kept.i
-        if kept.forward != self.forwards or self.kept[i] is None:
+    def _unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        i = packed.i
+        if packed.forward != self.forwards or self.saved[i] is None:
             raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
         for later in range(i + 1, self.last + 1):
-            self.kept[later] = None
+            self.saved[later] = None
             self.prefetched.pop(later, None)
         for needed in (i, i - 1):  # prefetch the previous layer while this one computes
             if needed >= 0 and needed not in self.prefetched:
                 self.prefetched[needed] = self._copy_back(needed)
         storages, arrived = self.prefetched[i]
         wait_for(arrived)
-        whole = storages[kept.k]
-        return torch.empty(0, dtype=kept.dtype, device=whole.device).set_(whole.untyped_storage(), *kept.view)
+        whole = storages[packed.k]
+        return torch.empty(0, dtype=packed.dtype, device=whole.device).set_(whole.untyped_storage(), *packed.view)
 
     def _copy_back(self, i: int) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         if self.stream is None or i == self.last:
-            return self.kept[i], None
-        storages = [torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda") for pinned in self.kept[i]]
+            return self.saved[i], None
+        storages = [torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda") for pinned in self.saved[i]]
         self.stream.wait_stream(torch.cuda.current_stream())  # earlier kernels may still use that memory
         with torch.cuda.stream(self.stream):
-            for storage, pinned in zip(storages, self.kept[i], strict=True):
+            for storage, pinned in zip(storages, self.saved[i], strict=True):
                 storage.copy_(pinned, non_blocking=True)
             return storages, self.stream.record_event()
 

@@ -55,15 +55,15 @@ def _rms_norm_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
-    at = row * n_cols + cols
-    x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP))
+    offsets = row * n_cols + cols
+    x = to_compute(tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=KEEP))
     # Loaded here, so that it arrives while the row is summed.
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0, eviction_policy=KEEP)
     if ADD:
-        x += to_compute(tl.load(delta_ptr + at, mask=mask, other=0.0))
+        x += to_compute(tl.load(delta_ptr + offsets, mask=mask, other=0.0))
         # Norm the sum as stored, not as computed: the backward pass will read it back rounded.
         rounded = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, rounded, mask=mask)
+        tl.store(total_ptr + offsets, rounded, mask=mask)
         x = to_compute(rounded)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
     tl.store(rstd_ptr + row, rstd)
@@ -71,12 +71,12 @@ def _rms_norm_fwd_kernel(
         if not ADD:
             # Read again, not kept: that frees registers for more rows in flight. The eviction policy differs, or the
             # compiler would merge the two loads.
-            x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first"))
+            x = to_compute(tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first"))
         y = (x * rstd * to_compute(weight)).to(x_ptr.dtype.element_ty)
         if FLOAT8:  # rounds y again, from the dtype it is otherwise stored in
             store_float8(y.to(tl.float32), y_ptr + row * n_cols, scales_ptr + row, cols, mask)
         else:
-            tl.store(y_ptr + at, y, mask=mask)
+            tl.store(y_ptr + offsets, y, mask=mask)
 
 
 @triton.jit
@@ -97,9 +97,9 @@ def _rms_norm_bwd_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
-        at = rows * n_cols + cols
-        dy = to_compute(tl.load(dy_ptr + at, mask=mask, other=0.0))
-        x = to_compute(tl.load(x_ptr + at, mask=mask, other=0.0))
+        offsets = rows * n_cols + cols
+        dy = to_compute(tl.load(dy_ptr + offsets, mask=mask, other=0.0))
+        x = to_compute(tl.load(x_ptr + offsets, mask=mask, other=0.0))
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
         if not HOLD_WEIGHT:
             weight = to_compute(tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0))
@@ -107,13 +107,13 @@ def _rms_norm_bwd_kernel(
         if NEED_DWEIGHT:
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
         if NEED_Y:
-            tl.store(y_ptr + at, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + offsets, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
         if NEED_DX:
             dx_hat = dy * weight
             dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
             if ADD:
-                dx += to_compute(tl.load(dtotal_ptr + at, mask=mask, other=0.0))
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                dx += to_compute(tl.load(dtotal_ptr + offsets, mask=mask, other=0.0))
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
 

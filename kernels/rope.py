@@ -40,9 +40,9 @@ def _rotate(x1, x2, cos, sin, rotated):
 @triton.jit
 def _angles(cos_ptr, sin_ptr, token, n_angles, dims, HALF: tl.constexpr):
     """cos and sin (1, D/2) of one token, loaded once for all its heads. n_angles: T, or B·T if sequences differ."""
-    at = token % n_angles * HALF + dims
-    cos = to_compute(tl.load(cos_ptr + at, mask=dims < HALF, other=0.0))
-    sin = to_compute(tl.load(sin_ptr + at, mask=dims < HALF, other=0.0))
+    offsets = token % n_angles * HALF + dims
+    cos = to_compute(tl.load(cos_ptr + offsets, mask=dims < HALF, other=0.0))
+    sin = to_compute(tl.load(sin_ptr + offsets, mask=dims < HALF, other=0.0))
     return cos, sin
 
 

@@ -479,7 +479,7 @@ def read_base(
     of a single rank, and no device ever holds more than one whole projection of the base.
     """
     adapted = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
-    packed = {name: m for name, m in adapted.items() if len(m.held) > 1}
+    packed = {name: m for name, m in adapted.items() if len(m.frozen) > 1}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name.endswith(".weight")}
 
     def put(name, weight):

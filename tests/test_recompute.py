@@ -93,7 +93,7 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
     with torch.no_grad():
         assert abs(model(tokens, targets) - plain) < 1e-12
     assert sum(sizes) == 5 and max(sizes) == 2, sizes
-    assert not (offload_activations and model.offloaded.kept[0]), "nothing is kept for a backward"
+    assert not (offload_activations and model.offloaded.saved[0]), "nothing is kept for a backward"
 
 
 @pytest.mark.parametrize("mode, fp32_dweight", [("none", True), ("full", True), ("full", False)])
