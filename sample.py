@@ -21,7 +21,6 @@ import torch
 
 from configurator import configure
 from data.chat.template import encode_prompt
-from data.rows import format_of
 from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
 from runtime.checkpoint import Folder, load_model, open_folder, read_newest
@@ -122,7 +121,7 @@ def read_prompts() -> list[str]:
     if not prompt_file:
         return [sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt]
     path = Path(prompt_file).expanduser()
-    if format_of(path) == "jsonl":
+    if ".jsonl" in path.suffixes:
         return [field(where, row, "prompt", str) for where, row in read_file(path)] or [""]
     return [read_file(path, "text").removesuffix("\n").removesuffix("\r")]
 

@@ -42,7 +42,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=count_argument, default=cpu_cores(), help=workers_help)
+    parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
     if bos:
         bos_help = "begin each document with the tokenizer's bos (default: if it has one)"
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos_help)
@@ -60,26 +60,11 @@ def input_argument(text: str) -> Path:
     return Path("/dev/stdin") if text == "-" else path_argument(text)
 
 
-def count_argument(text: str) -> int:
-    """An argparse type: a whole number, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text}, expected a whole number, at least 1")
-    return int(text)
-
-
 def share(text: str) -> float:
     """An argparse type: a number above 0 and below 1."""
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
     return float(text)
-
-
-def require_formats(inputs: list[Path], format: str | None) -> None:
-    """Raises ValueError for a pipe whose format is not stated. (Standard input may be a file, of an unknown name.)"""
-    for path in inputs:
-        is_pipe = path.exists() and not path.is_file() and not path.is_dir()
-        if format is None and (is_pipe or path.is_relative_to("/dev")):
-            raise ValueError(f"{path} is a pipe, whose name does not tell its format: add --format")
 
 
 def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
@@ -98,7 +83,8 @@ class Progress:
     def __init__(self, n_documents: int = 0, prefix: str = ""):
         self.n_documents = n_documents  # 0 if unknown: the line then has neither share nor time left
         self.prefix = prefix
-        self.start = self.last_shown = time.time()
+        self.start = time.time()
+        self.last_shown = self.start
         self.is_terminal = sys.stdout.isatty()
 
     def __call__(self, counts: dict) -> None:
@@ -125,8 +111,7 @@ def print_summary(folder: Path, meta: dict) -> None:
         n_documents, n_bytes, n_tokens = (meta[f"{split}_{name}"] for name in ("documents", "bytes", "tokens"))
         say(f"{split:<6}{n_documents:>12,}{n_bytes:>18,}{n_tokens:>18,}")
     if "gzip_bits_per_byte" in meta:
-        gzip, xz = meta["gzip_bits_per_byte"], meta["xz_bits_per_byte"]
-        say(f"bits per byte of val: {gzip:.3f} by gzip -9, {xz:.3f} by xz -9")
+        say("bits per byte of val: {gzip_bits_per_byte:.3f} by gzip -9, {xz_bits_per_byte:.3f} by xz -9".format(**meta))
 
 
 def run_script(main: Callable[[], None]) -> None:

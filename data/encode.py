@@ -48,7 +48,8 @@ def encode_documents(
             yield encode_batch(batch, tokenizer, encode)
         return
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
-    processes, pipes = [], deque()
+    processes = []
+    pipes = deque()
     try:
         for _ in first:
             pipe, workers_end = context.Pipe()
@@ -110,14 +111,16 @@ def work(pipe: Connection) -> None:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, n_chars = [], 0
+    batch = []
+    n_chars = 0
     for split, text in documents:
         assert split in SPLITS, split
         batch.append((split, text))
         n_chars += len(text)
         if n_chars >= BATCH_CHARS:
             yield batch
-            batch, n_chars = [], 0
+            batch = []
+            n_chars = 0
     if batch:
         yield batch
 

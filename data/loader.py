@@ -145,8 +145,7 @@ class Packed(Blocks):
                 f"{self.tokens.folder}: no {self.tokens.split} conversation reaches an answer within block_size "
                 f"{self.block_size:,}"
             )
-        starts, lengths, targets = starts[has_targets], lengths[has_targets], targets[has_targets]
-        order = np.random.default_rng(self.seed).permutation(len(starts))
+        order = np.random.default_rng(self.seed).permutation(np.flatnonzero(has_targets))
         order = order[np.argsort(-lengths[order], kind="stable")]
         self.starts = starts[order]
         self.lengths = lengths[order]
@@ -155,9 +154,9 @@ class Packed(Blocks):
         self.n_blocks = len(self.blocks)
         self.n_targets = np.array([targets[block].sum() for block in self.blocks])
         self.first_mark = OPENS
-        full = lengths.sum() / (self.n_blocks * room)
-        learned = targets.sum() / lengths.sum()
-        self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
+        full = self.lengths.sum() / (self.n_blocks * room)
+        learned = targets.sum() / self.lengths.sum()
+        self.packing = f"{len(order):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
         if n_cut:
             self.packing += f"; {n_cut:,} longer than block_size are cut"
         if n_left_out:

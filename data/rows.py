@@ -132,11 +132,17 @@ def open_input(path: Path) -> io.BufferedReader:
 
 
 def format_of(path: Path) -> str:
-    """A file's format by its name: "jsonl", "json" or "text"."""
+    """A file's format by its name: "jsonl", "json" or "text". ValueError for a pipe, whose name does not tell it."""
     name = path.name.lower()
     for suffix in DECOMPRESSORS:
         name = name.removesuffix(suffix)
-    return FORMATS.get(Path(name).suffix, "text")
+    format = FORMATS.get(Path(name).suffix)
+    is_pipe = path.exists() and not path.is_file()
+    if format is None and (is_pipe or path.is_relative_to("/dev")):  # standard input may be a file of any name
+        raise ValueError(
+            f"{path} is a pipe, whose name does not tell its format: state it with --format, or use a file"
+        )
+    return format or "text"
 
 
 def whole_text(path: Path) -> str:

@@ -28,7 +28,8 @@ import numpy as np
 from data.files import refuse_lfs_pointer
 from data.meta import how_to_prepare, read_meta
 
-IS_TARGET, OPENS = 1, 2  # mask bits: the token is a target; it starts a conversation
+IS_TARGET = 1  # mask bit: the token is a target
+OPENS = 2  # mask bit: the token starts a conversation
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

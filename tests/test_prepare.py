@@ -147,26 +147,9 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
     assert first["train_documents"] + first["val_documents"] == 8
 
 
-def test_text_script_expands_tildes_and_prints_the_training_command(tmp_path, monkeypatch, capsys):
-    write_eight_notes(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(text, "HERE", tmp_path / "data" / "text")
-    expected = {
-        "data/text": "next: python train.py config/baby_llama.py --dataset=text --out_dir=out/text",
-        "data/my notes": "next: python train.py config/baby_llama.py '--dataset=my notes' '--out_dir=out/my notes'",
-        "~/far": f"next: python train.py config/baby_llama.py --dataset={tmp_path}/far --out_dir=out/far",
-    }
-    for out, line in expected.items():
-        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "~/0.txt", "1.txt", f"--out={out}", "--workers=1"])
-        text.main()
-        assert capsys.readouterr().out.splitlines()[-1] == line
-        assert (tmp_path / out.removeprefix("~/") / "meta.json").exists()
-
-
 @pytest.mark.parametrize("words, message", [
     (["--out", ""], "it is empty: name a file or folder"), (["--input", ""], "it is empty: name a file or folder"),
-    (["--workers=0"], "expected a whole number, at least 1"), (["--val_fraction=10"], "expected a share above 0 and"),
+    (["--val_fraction=10"], "expected a share above 0 and"), (["--workers=two"], "invalid int value: 'two'"),
     (["--input", "nowhere"], "error: nowhere cannot be read: No such file or directory"),
     (["--input", "empty.txt"], "error: no documents: the input holds no text"),
     ([], "error: only one distinct document"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
@@ -245,7 +228,8 @@ def test_fineweb_writes_one_shard_per_file_and_blocks_span_all_shards(parquets, 
     blocks = tokens.read(range(sum(per_shard)), 100)
     assert (blocks[per_shard[0]] == tokens.shards[1][:101]).all()
     assert (blocks[-1] == tokens.shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
-    longest, half = max(map(len, tokens.shards)), len(tokens) // 2
+    longest = max(map(len, tokens.shards))
+    half = len(tokens) // 2
     message = f"has {longest:,} train tokens in the longest of its 3 shards, fewer than the {half + 1:,} that"
     with pytest.raises(ValueError, match=message):
         tokens.blocks(half)
@@ -254,7 +238,8 @@ def test_fineweb_writes_one_shard_per_file_and_blocks_span_all_shards(parquets, 
 @pytest.fixture
 def files_read(monkeypatch):
     """The names of the parquet files that were read."""
-    read, names = fineweb_edu.read_documents, []
+    read = fineweb_edu.read_documents
+    names = []
     counted = lambda parquet, path, *args: names.append(path.name) or read(parquet, path, *args)  # noqa: E731
     monkeypatch.setattr(fineweb_edu, "read_documents", counted)
     return names
@@ -286,6 +271,7 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
         (lambda: None, []),
         (lambda: os.truncate(out / "val_000001.bin", 2), ["001.parquet"]),
         (lambda: os.truncate(out / "shard_000001.json", 30), ["001.parquet"]),
+        (lambda: (out / "shard_000001.json").write_text('{"source": 1, "counts": [1]}'), ["001.parquet"]),
         (lambda: os.utime(parquets / "001.parquet", (0, 0)), ["001.parquet"]),
     ):
         damage()
@@ -441,26 +427,10 @@ def test_fineweb_refuses_a_row_over_the_limit_or_leaves_it_out(tmp_path, monkeyp
     assert "left out by --errors skip: 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [
-    lambda saved: saved["counts"]["train"].update(tokens=1), lambda saved: saved["counts"].pop("val"),
-    lambda saved: saved.update(counts=[1]), lambda saved: saved.clear(),
-])  # fmt: skip
-def test_fineweb_writes_a_shard_again_whose_record_is_damaged(parquets, tmp_path, files_read, change):
-    options = dict(tokenizer="bytes", val_fraction=0.1)
-    fineweb_edu.prepare(parquets, tmp_path / "out", **options)
-    whole = contents(tmp_path / "out")
-    record = tmp_path / "out/shard_000001.json"
-    saved = json.loads(record.read_text())
-    change(saved)
-    record.write_text(json.dumps(saved))
-    n_read = len(files_read)
-    fineweb_edu.prepare(parquets, tmp_path / "out", **options)
-    assert contents(tmp_path / "out") == whole and len(files_read) == n_read + 1
-
-
 @pytest.mark.parametrize("name", ["train_000000.bin", "shard_000001.json", "meta.json", ".lock"])
 def test_fineweb_and_shakespeare_and_pystdlib_write_through_no_link(parquets, stdlib, tmp_path, monkeypatch, name):
-    victim, folder = tmp_path / "victim", tmp_path / "strangers"
+    victim = tmp_path / "victim"
+    folder = tmp_path / "strangers"
     victim.write_text("mine")
     folder.mkdir()
     answer = io.BytesIO(b"To be, or not to be\n" * 20)

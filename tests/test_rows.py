@@ -336,7 +336,8 @@ COMPRESS = {"a.zst": zstd, "a.gz": gzip.compress, "a.xz": lzma.compress, "a.bz2"
 @pytest.mark.parametrize("name", COMPRESS)
 def test_a_file_cut_off_or_damaged_anywhere_is_never_taken_for_a_whole_one(tmp_path, name):
     compress = COMPRESS[name]
-    first, second = random.Random(0).randbytes(3000), b"second" * 1000
+    first = random.Random(0).randbytes(3000)
+    second = b"second" * 1000
     whole = compress(first) + compress(second)
     assert content_of(tmp_path / name, whole) == first + second
     for size in {0, 7, 20, len(whole) // 2, len(whole) - 30, *range(len(whole) - 12, len(whole))}:

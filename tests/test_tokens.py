@@ -59,7 +59,8 @@ def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp
 def test_token_ids_above_65535_round_trip_and_those_below_take_uint16(tmp_path):
     assert [token_dtype(size).name for size in (65536, 65537)] == ["uint16", "uint32"]
     words = {f"w{i}".encode(): 256 + i for i in range(70_000)}
-    ranks, special = {bytes([i]): i for i in range(256)} | words, {"<|endoftext|>": 70_256}
+    ranks = {bytes([i]): i for i in range(256)} | words
+    special = {"<|endoftext|>": 70_256}
     words = tiktoken.Encoding("words", pat_str=r"w\d+|(?s:.)", mergeable_ranks=ranks, special_tokens=special)
     meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(words))
     assert meta["dtype"] == "uint32"
@@ -129,33 +130,19 @@ def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, mon
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
-    with pytest.raises(
-        FileNotFoundError, match="tokens.py is a file, but a dataset is a folder: make it with data/text/prepare"
-    ):
-        Tokens(Path(write.__file__).parent / "tokens.py", "train")
     with pytest.raises(FileNotFoundError, match=r"does not exist\. Did you mean fineweb_edu\? Else run python "):
-        Tokens(Path(write.__file__).parent / "fineweb", "train")
+        Tokens(FOLDER / "fineweb", "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")
-    (tmp_path / "meta.json").touch()
-    with pytest.raises(ValueError, match=f"meta.json is not JSON .*: run python {tmp_path}/prepare.py"):
-        Tokens(tmp_path, "train")
-    for of_another_program in ("[]", '{"name": "a"}'):
-        (tmp_path / "meta.json").write_text(of_another_program)
-        with pytest.raises(ValueError, match=f"does not describe a dataset.*: run python {tmp_path}/prepare.py"):
-            Tokens(tmp_path, "train")
     (tmp_path / "prepare.py").unlink()
     toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
-    os.truncate(tmp_path / "train.bin", 8)
-    with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, but .* 11 uint16 tokens, which are 22 bytes: run "):
-        Tokens(tmp_path, "train")
-    os.truncate(tmp_path / "train.bin", 24)
-    with pytest.raises(ValueError, match=r"train\.bin has 24 bytes, but "):
-        Tokens(tmp_path, "train")
+    for n_bytes in (8, 24):
+        os.truncate(tmp_path / "train.bin", n_bytes)
+        with pytest.raises(ValueError, match=rf"train\.bin has {n_bytes} bytes, but .* 11 uint16 tokens"):
+            Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
-    command = f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"
-    with pytest.raises(FileNotFoundError, match=rf"val\.bin is missing.*{command}"):
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing.*run python data/fineweb_edu/prepare.py --out"):
         Tokens(tmp_path, "val")
 
 
@@ -164,20 +151,8 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-WRONG_VALUES = [
-    "null",
-    "true",
-    "-1",
-    "1.5",
-    "1e400",
-    "NaN",
-    "-Infinity",
-    "9" * 4000,
-    "9" * 5000,
-    '""',
-    '"a\\u0000/../b"',
-]
-WRONG_VALUES += ["[]", "[null]", "{}", '{"a": {}}', "[[[[]]]]", DEEP, '{"train": null}', '"\\ud800"']
+WRONG_VALUES = ["null", "true", "-1", "1.5", "1e400", "NaN", "-Infinity", "9" * 5000, '""', '"a\\u0000/../b"', "[]"]
+WRONG_VALUES += ["[null]", "{}", '{"a": {}}', DEEP, '{"train": null}', '"\\ud800"']
 VALID = {  # of the wrong values, some are right for some fields
     '""': [], "[]": ["eos"], "{}": ["tokenizer_files"], "1.5": ["gzip_bits_per_byte", "xz_bits_per_byte"],
 }  # fmt: skip

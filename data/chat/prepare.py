@@ -38,7 +38,6 @@ from data.command import (
     make_parser,
     path_argument,
     print_summary,
-    require_formats,
     run_script,
     tokenizer_for_data,
 )
@@ -106,7 +105,6 @@ def prepare(
 
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
-    require_formats(inputs, format)
     chat_tokenizer = tokenizer_for_data(tokenizer)
     templates = chat_tokenizer.templates
     if template:  # in place of both that transformers chooses from

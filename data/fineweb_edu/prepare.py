@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import (
     Progress,
     add_text_options,
-    count_argument,
     make_parser,
     path_argument,
     print_summary,
@@ -79,10 +78,7 @@ def limited_memory(n_bytes: int):
     """Let this process allocate at most n_bytes more. Allocations beyond raise MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     n_pages = int(Path("/proc/self/statm").read_text().split()[5])  # of data, as the limit counts it
-    limit = n_pages * resource.getpagesize() + n_bytes
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (n_pages * resource.getpagesize() + n_bytes, hard))
     try:
         yield
     finally:
@@ -220,7 +216,7 @@ def main():
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
     add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
-    parser.add_argument("--max_files", type=count_argument, help="read only this many parquet files")
+    parser.add_argument("--max_files", type=int, help="read only this many parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
     prepare(**vars(parser.parse_args()))
 

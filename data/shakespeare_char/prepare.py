@@ -40,9 +40,10 @@ def prepare(folder: Path = HERE) -> dict:
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
     text = (folder / "input.txt").read_bytes().decode()
-    train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    extra = dict(script="data/shakespeare_char/prepare.py")
-    meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
+    n_train = len(text) * 9 // 10
+    documents = [("train", text[:n_train]), ("val", text[n_train:])]
+    extra = {"script": "data/shakespeare_char/prepare.py"}
+    meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra)
     print_summary(folder, meta)
     return meta
 

@@ -30,7 +30,6 @@ from data.command import (
     add_text_options,
     make_parser,
     print_summary,
-    require_formats,
     run_script,
     tokenizer_for_data,
 )
@@ -131,7 +130,6 @@ def prepare(
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the JSON objects."""
-    require_formats(inputs, format)
     bad = Bad(errors)
     files = [file for path in inputs for file in files_in(path, folder)]
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
