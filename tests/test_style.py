@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN = [  # files and folders without an offence
-    "bench.py", "benchmarks", "config", "convert.py", "data", "kernels", "lora.py", "model.py", "optimizers", "plain_llama.py",
-    "runtime/checkpoint.py", "runtime/copy_engines.py", "runtime/evaluate.py", "runtime/generate.py",
+    "bench.py", "benchmarks", "config", "convert.py", "data", "kernels", "lora.py", "model.py", "optimizers",
+    "plain_llama.py", "runtime/checkpoint.py", "runtime/copy_engines.py", "runtime/evaluate.py", "runtime/generate.py",
     "runtime/hf_config.py", "runtime/hf_names.py", "runtime/lm_eval.py", "runtime/memory.py",
     "runtime/memory_advice.py", "runtime/memory_stats.py", "runtime/resume.py", "runtime/save.py",
     "runtime/state_file.py", "runtime/stream_weights.py", "sample.py", "train.py",
