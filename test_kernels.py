@@ -37,7 +37,10 @@ BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
 WIDE = 2 * BLOCK + 4  # a row for which any loop over blocks takes at least three steps
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FP16 = torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FP64 = torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 one_at_a_time = pytest.mark.xdist_group("full size")  # tests that take many GB: the workers share one GPU
 
@@ -73,7 +76,8 @@ def add_rms_norm_oracle(x, residual, weight):
 
 
 def layer_norm_oracle(x, weight, bias):
-    weight, bias = weight.to(wide(x).dtype), bias.to(wide(x).dtype)
+    weight = weight.to(wide(x).dtype)
+    bias = bias.to(wide(x).dtype)
     return F.layer_norm(wide(x), weight.shape, weight, bias, EPS).to(x.dtype)
 
 
@@ -115,8 +119,11 @@ class Given:
         self.weight = weight
 
     float8_input = False
-    check, reference, tensors = kernels.Linear.check, kernels.Linear.reference, kernels.Linear.tensors
-    project, share = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.share)
+    check = kernels.Linear.check
+    reference = kernels.Linear.reference
+    tensors = kernels.Linear.tensors
+    project = staticmethod(kernels.Linear.project)
+    share = staticmethod(kernels.Linear.share)
     input_gradient = staticmethod(kernels.Linear.input_gradient)
     round_weight = staticmethod(kernels.Linear.round_weight)
     weight_gradients = staticmethod(kernels.Linear.weight_gradients)
@@ -170,7 +177,8 @@ def half_block_inputs(n, c, dtype, *shapes):
 
 def loss_targets(rows, n_vocab):
     targets = torch.randint(n_vocab, (rows,), device=DEVICE)
-    targets[:1], targets[1::3] = n_vocab - 1, -100
+    targets[:1] = n_vocab - 1
+    targets[1::3] = -100
     return targets
 
 
@@ -191,7 +199,8 @@ def documents(*rows, n_time):
 
 
 def attention_oracle(q, k, v, starts=None):
-    group, time = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
+    group = q.shape[2] // k.shape[2]
+    time = torch.arange(q.shape[1], device=q.device)
     k, v = (wide(x).repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", wide(q), k) / q.shape[3] ** 0.5
     hidden = time > time[:, None]
@@ -317,7 +326,8 @@ def assert_close(what, out, truth, eager, bias_units=0.25):
     if truth.abs().max() < 1e-200:  # LayerNorm over one column has no gradient; 1 / sqrt(EPS) amplifies rounding
         assert difference.abs().max() <= unit / EPS**0.5, f"{numbers}, expected zeros"
         return
-    error, limit = relative_error(out, truth), 1.2 * relative_error(eager, truth) + unit
+    error = relative_error(out, truth)
+    limit = 1.2 * relative_error(eager, truth) + unit
     assert error <= limit, f"{numbers}, relative error {error:.3e} over the limit {limit:.3e}"
     if out.dtype == BF16 and not HAS_GPU:
         return  # the interpreter truncates where the hardware rounds
@@ -471,7 +481,8 @@ def test_zero_rows_give_empty_results_and_zero_weight_gradients(name):
     n_weights = {"linear_cross_entropy": 1, "add_norm_linear": 2}.get(name, 3 if name in MATMULS else 0)
     inputs = [x[:0] if x.ndim > 1 and i < len(inputs) - n_weights else x for i, x in enumerate(inputs)]
     constants = [t if name == "rope" else t[:0] for t in constants]
-    results, expected = run(OPERATIONS[name].function, inputs, constants), OPERATIONS[name].oracle(*inputs, *constants)
+    results = run(OPERATIONS[name].function, inputs, constants)
+    expected = OPERATIONS[name].oracle(*inputs, *constants)
     for result, like in zip(results, as_tuple(expected), strict=False):
         assert result.shape == like.shape
     for result in results:
@@ -498,7 +509,8 @@ def test_a_row_with_nan_or_inf_changes_no_other_row(name, poison):
 def test_leading_dimensions_come_back(name):
     function, inputs, constants, upstream = arguments_of(name)
     if name == "cross_entropy":
-        function, upstream = partial(function, reduction="none"), [randn(6)]
+        function = partial(function, reduction="none")
+        upstream = [randn(6)]
     flat = run(function, inputs, constants, upstream)
     for lead in ((2, 3), (3, 1, 2)):
 
@@ -516,7 +528,9 @@ def test_leading_dimensions_come_back(name):
 @each_operation
 def test_nothing_is_written_outside_the_results(name, monkeypatch):
     """Places a guard behind every allocated buffer."""
-    empty, guards, arguments = torch.empty, [], arguments_of(name, 37 if "attention" in name else 5, 70)
+    empty = torch.empty
+    guards = []
+    arguments = arguments_of(name, 37 if "attention" in name else 5, 70)
 
     def guarded_empty(*shape, dtype=FP32, device=None):
         shape = torch.Size(shape if isinstance(shape[0], int) else shape[0])
@@ -569,7 +583,8 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(name):
     function, inputs, constants, upstream = arguments_of(name)
     full = run(function, inputs, constants, upstream)[len(upstream) :]
     each = range(len(inputs))
-    alone, all_but_one = {(i,) for i in each}, {tuple(i for i in each if i != other) for other in each}
+    alone = {(i,) for i in each}
+    all_but_one = {tuple(i for i in each if i != other) for other in each}
     for needed in alone | all_but_one - {()}:
         leaves = [x.detach().clone().requires_grad_(i in needed) for i, x in enumerate(inputs)]
         outputs = as_tuple(function(*leaves, *constants))

@@ -15,7 +15,8 @@ def keep_patches(interpreter):
     """The interpreter patches triton.language again for each launch and each call of a helper: two fifths of its time
     on small tensors. Here it patches once for each module of kernels, and restores nothing.
     """
-    patch, patched = interpreter._patch_lang, set()
+    patch = interpreter._patch_lang
+    patched = set()
 
     def patch_once(fn):
         gc.collect(1)  # a launch is a cycle that holds its arguments; the patches made so many objects that it went

@@ -26,7 +26,8 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
 
 @pytest.mark.parametrize("trainer, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
 def test_transformers_generates_as_many_tokens_with_the_its_cache(trainer, cache, monkeypatch):
-    used, forward = set(), LlamaForCausalLM.forward
+    used = set()
+    forward = LlamaForCausalLM.forward
 
     def noting(self, *args, **kwargs):
         used.update(name for value in kwargs.values() if (name := type(value).__name__).endswith("Cache"))

@@ -66,7 +66,8 @@ def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
                 part.copy_(value)
     assert sum(p.numel() for p in peer.parameters()) == ours.n_params()
     tokens, targets = torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))
-    expected, found = ours(tokens, targets), loss_of(tokens, targets)
+    expected = ours(tokens, targets)
+    found = loss_of(tokens, targets)
     assert abs(expected - found) < 1e-6, f"{found} instead of {expected}"
     expected.backward()
     found.backward()
@@ -91,7 +92,8 @@ def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
 
 def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # restored afterwards
-    attention, compile = [], torch.compile
+    attention = []
+    compile = torch.compile
 
     def note_attention(graph, inputs):
         calls = (node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target))

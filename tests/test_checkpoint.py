@@ -284,7 +284,8 @@ FILES = ["config.json", "run.json", "model.safetensors", "optimizer.safetensors"
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_damage_is_found_and_named(saved, tmp_path, file):
-    path, states = shutil.copytree(saved[0], tmp_path / "x"), saved[1]
+    path = shutil.copytree(saved[0], tmp_path / "x")
+    states = saved[1]
     whole = (path / file).read_bytes()
     flipped = [whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :] for i in range(0, len(whole), 3)]
     others = [b"", whole[:-2], bytes(len(whole)), whole[:-16] + whole[-8:] + whole[-16:-8]]
@@ -298,7 +299,8 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file):
 
 
 def test_digests_of_parts_as_older_versions_wrote_them_are_compared_too(saved, tmp_path):
-    path, states = shutil.copytree(saved[0], tmp_path / "x"), saved[1]
+    path = shutil.copytree(saved[0], tmp_path / "x")
+    states = saved[1]
     digests = {}
     for file in read_run(path)["digests"]:
         size = (path / file).stat().st_size
@@ -381,7 +383,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_instead_of_waited_for(tmp_path, fi
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(tmp_path, monkeypatch):
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
     synced = []
     before_rename = []
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
@@ -438,7 +441,8 @@ def test_a_synchronous_save_writes_the_same_checkpoint(train, tmp_path, capsys, 
 
 def test_no_weight_changes_between_the_start_of_a_copy_and_its_end(train, monkeypatch):
     calls = []
-    update, wait_for_copy = Optimizer.update, save.Saver.wait_for_copy
+    update = Optimizer.update
+    wait_for_copy = save.Saver.wait_for_copy
     monkeypatch.setattr(Optimizer, "update", lambda self: calls.append("update") or update(self))
     monkeypatch.setattr(save.Saver, "wait_for_copy", lambda self: calls.append("wait") or wait_for_copy(self))
     train(max_iters=4)
@@ -447,7 +451,8 @@ def test_no_weight_changes_between_the_start_of_a_copy_and_its_end(train, monkey
 
 def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch):
     """If another thread took an update from the queue, forward could begin before its weights are ready."""
-    finish, threads = OnCPU.finish, set()
+    finish = OnCPU.finish
+    threads = set()
     monkeypatch.setattr(OnCPU, "finish", lambda self: (threads.add(threading.current_thread()), finish(self)))
     train(offload="optimizer", eval_interval=2)
     assert threads == {threading.main_thread()}, threads
@@ -455,8 +460,10 @@ def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch
 
 def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_not_damaged(train, tmp_path):
     train(dtype="bfloat16")
-    path, tokens = tmp_path / "out/step_000008", torch.randint(257, (1, 8))
-    one, other = load_model(tmp_path / "out"), load_model(str(path))
+    path = tmp_path / "out/step_000008"
+    tokens = torch.randint(257, (1, 8))
+    one = load_model(tmp_path / "out")
+    other = load_model(str(path))
     assert torch.equal(one(tokens), other(tokens)) and one(tokens).shape == (1, 8, 257)
     for file in path.glob("optimizer*"):
         file.unlink()

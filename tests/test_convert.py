@@ -106,7 +106,9 @@ PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size":
 def meta_weights(tied: bool) -> dict:
     """Random weights under Meta's names."""
     torch.manual_seed(5)
-    dim, kv, ffn = PARAMS["dim"], 8 * PARAMS["n_kv_heads"], 96
+    dim = PARAMS["dim"]
+    kv = 8 * PARAMS["n_kv_heads"]
+    ffn = 96
     block = {"attention_norm": (dim,), "ffn_norm": (dim,), "attention.wq": (dim, dim), "attention.wk": (kv, dim),
              "attention.wv": (kv, dim), "attention.wo": (dim, dim), "feed_forward.w1": (ffn, dim),
              "feed_forward.w2": (dim, ffn), "feed_forward.w3": (ffn, dim)}  # fmt: skip
@@ -137,13 +139,17 @@ def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> to
 
     x = weights["tok_embeddings.weight"][tokens]
     for i in range(PARAMS["n_layers"]):
-        normed, at = norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.w"
-        q, k, v = turned(heads(normed, at + "q")), turned(heads(normed, at + "k")), heads(normed, at + "v")
+        normed = norm(x, f"layers.{i}.attention_norm")
+        at = f"layers.{i}.attention.w"
+        q = turned(heads(normed, at + "q"))
+        k = turned(heads(normed, at + "k"))
+        v = heads(normed, at + "v")
         k, v = (y.repeat_interleave(2, dim=2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
         scores = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -torch.inf).softmax(-1)
         x = x + torch.einsum("bhts,bshd->bthd", scores, v).flatten(2) @ weights[at + "o.weight"].T
-        normed, at = norm(x, f"layers.{i}.ffn_norm"), f"layers.{i}.feed_forward.w"
+        normed = norm(x, f"layers.{i}.ffn_norm")
+        at = f"layers.{i}.feed_forward.w"
         gate, up = (normed @ weights[f"{at}{j}.weight"].T for j in (1, 3))
         x = x + (torch.nn.functional.silu(gate) * up) @ weights[f"{at}2.weight"].T
     return norm(x, "norm") @ weights["output.weight"].T
@@ -167,7 +173,8 @@ def meta_folder(tmp_path, monkeypatch):
 @torch.no_grad()
 def assert_metas_logits(model, weights, factor):
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
-    expected, found = meta_logits(weights, tokens, factor), model(tokens)
+    expected = meta_logits(weights, tokens, factor)
+    found = model(tokens)
     assert (getattr(found, "logits", found) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
@@ -211,7 +218,8 @@ def test_unreadable_meta_files_get_a_message(meta_folder, convert_to_hf, tmp_pat
 
 def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf):
     source = meta_folder(meta_weights(True))
-    file, part = source / "consolidated.00.pth", source / "consolidated.01.pth"
+    file = source / "consolidated.00.pth"
+    part = source / "consolidated.01.pth"
     whole = file.read_bytes()
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
@@ -239,7 +247,9 @@ def test_convert_rounds_once_to_the_requested_dtype(alone, convert_to_hf):
 # ----------------------------------------------------------------------------------------------------------------------
 # What cannot be read
 
-EMBEDDING, Q, K = "model.embed_tokens.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk")
+EMBEDDING = "model.embed_tokens.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
 
 
 def says(**changes):

@@ -38,7 +38,8 @@ def test_a_git_lfs_pointer_is_not_read_as_the_file(tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".partial"])
 @pytest.mark.parametrize("dangling", [False, True])
 def test_writing_a_dataset_never_follows_a_link(tmp_path, name, suffix, dangling):
-    victim, folder = tmp_path / "victim", tmp_path / "strangers"
+    victim = tmp_path / "victim"
+    folder = tmp_path / "strangers"
     folder.mkdir()
     (folder / (name + suffix)).symlink_to(victim)
     if not dangling:

@@ -127,7 +127,8 @@ def test_selective_checkpointing_can_keep_y_and_skip_the_second_forward(monkeypa
 def test_saved_tensors_may_return_to_backward_in_another_layout(n_time):
     """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
     tensors, upstream = inputs(n_time)
-    expected, dense = run(flash_attention, tensors, (), upstream), torch.contiguous_format
+    expected = run(flash_attention, tensors, (), upstream)
+    dense = torch.contiguous_format
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=dense), lambda x: x):
         assert_same(run(flash_attention, tensors, (), upstream), expected, "packed")
 
@@ -153,14 +154,17 @@ def test_full_size_is_as_exact_as_pytorchs_own(n_batch, n_time, heads, head_dim,
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     flash = run(theirs, tensors, (), upstream)
-    group, kv_head = heads[0] // heads[1], heads[1] - 2
-    shared, own = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
+    group = heads[0] // heads[1]
+    kv_head = heads[1] - 2
+    shared = slice(kv_head * group, (kv_head + 1) * group)
+    own = slice(kv_head, kv_head + 1)
     q, k, v = (x[-1:, :, part].double() for x, part in zip(tensors, (shared, own, own), strict=True))
     truth = run(attention_oracle, (q, k, v), (), [upstream[0][-1:, :, shared].double()])
     unit = torch.finfo(dtype).eps / 2
     parts = (shared, shared, own, own)
     for name, a, b, exact, part in zip(("y", "dq", "dk", "dv"), ours, flash, truth, parts, strict=True):
-        error, limit = relative_error(a[-1:, :, part], exact), 1.2 * relative_error(b[-1:, :, part], exact) + unit
+        error = relative_error(a[-1:, :, part], exact)
+        limit = 1.2 * relative_error(b[-1:, :, part], exact) + unit
         assert error <= limit, f"{name}: relative error {error:.3e} over the limit {limit:.3e}"
 
 
@@ -182,7 +186,8 @@ def test_documents_at_full_size(head_dim):
 
 @full_size
 def test_past_2_to_the_31_elements():
-    n_time, document = 2**20 + 77, 128
+    n_time = 2**20 + 77
+    document = 128
     tensors, upstream = inputs(n_time, (32, 8), 64, BF16, n_batch=1)
     time = torch.arange(n_time, device=DEVICE)
     results = run(flash_attention, tensors, ((time // document * document)[None],), upstream)

@@ -52,7 +52,8 @@ def test_rows_are_rounded_to_float8_with_a_scale_per_row(shape, with_factors):
     x = randn(*shape) * torch.logspace(-3, 3, n_rows, device=DEVICE)[:, None].to(BF16)
     x = x.T.contiguous().T if with_factors else x
     factors = torch.rand(n_cols, device=DEVICE) if with_factors else None
-    (x8, scales), (expected8, expected_scales) = quantize(x, factors), quantize_reference(x, factors)
+    (x8, scales) = quantize(x, factors)
+    (expected8, expected_scales) = quantize_reference(x, factors)
     assert torch.equal(scales, expected_scales)
     alike = (x8.view(torch.uint8) == expected8.view(torch.uint8)).double().mean().item()
     assert alike > 0.75 if not HAS_GPU else alike == 1, f"{alike:.1%} are rounded to the nearest float8"
@@ -60,7 +61,8 @@ def test_rows_are_rounded_to_float8_with_a_scale_per_row(shape, with_factors):
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4], ids=str)
 def test_a_row_with_nan_or_inf_becomes_nan_and_an_outlier_too_changes_no_other(poison):
-    x, weight = randn(6, 32), randn(16, 32)
+    x = randn(6, 32)
+    weight = randn(16, 32)
     clean = fp8_linear(x, weight)
     x[2, 5] = poison
     y = fp8_linear(x, weight)
@@ -84,8 +86,12 @@ def product(x, float8):
 def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_bit(function, width):
     x = 3 * randn(11, width)
     x[2:5] = 0
-    x[3, 1], x[4, width - 1], x[6, 2], x[7, 3] = math.nan, math.inf, -math.inf, 1e4
-    y, (found8, found_scales) = function(x, False), function(x, True)
+    x[3, 1] = math.nan
+    x[4, width - 1] = math.inf
+    x[6, 2] = -math.inf
+    x[7, 3] = 1e4
+    y = function(x, False)
+    (found8, found_scales) = function(x, True)
     expected8, expected_scales = quantize(y)
     assert torch.equal(found8.view(torch.uint8), expected8.view(torch.uint8))
     assert torch.equal(found_scales.view(torch.int32), expected_scales.view(torch.int32))
@@ -96,9 +102,13 @@ def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_b
 @pytest.mark.parametrize("overwrite", [False, True])
 @torch.no_grad()
 def test_product_writes_its_gradient_as_quantize_rounds_it_bit_for_bit(width, overwrite):
-    dy, gate_up, factors = randn(11, width), 3 * randn(11, 2 * width), torch.rand(2 * width, device=DEVICE)
+    dy = randn(11, width)
+    gate_up = 3 * randn(11, 2 * width)
+    factors = torch.rand(2 * width, device=DEVICE)
     dy[2:5] = 0
-    dy[3, 1], dy[4, width - 1], dy[6, 2] = math.nan, math.inf, 1e4
+    dy[3, 1] = math.nan
+    dy[4, width - 1] = math.inf
+    dy[6, 2] = 1e4
     expected, expected_y, _ = glu_backward(dy.clone(), gate_up.clone(), "silu", need_y=True)
     found, y, (found8, found_scales) = glu_backward(dy, gate_up, "silu", True, factors, overwrite)
     expected8, expected_scales = quantize(expected, factors)
@@ -124,8 +134,10 @@ def test_a_weight_is_transposed(shape):
 def test_forward_and_gradients_match_float64_within_float8(shape, function, limit, of_weight):
     """The weight's gradient is not in float8; the reference computes it from the rounded x."""
     batch, time, n_in, n_out = shape
-    inputs, dy = (randn(batch, time, n_in), randn(n_out, n_in) / n_in**0.5), [randn(batch, time, n_out)]
-    found, truth = run(function, inputs, (), dy), run(F.linear, widened(inputs), (), widened(dy))
+    inputs = (randn(batch, time, n_in), randn(n_out, n_in) / n_in**0.5)
+    dy = [randn(batch, time, n_out)]
+    found = run(function, inputs, (), dy)
+    truth = run(F.linear, widened(inputs), (), widened(dy))
     y, dx, dweight = (relative_error(x, exact) for x, exact in zip(found, truth, strict=True))
     few = 1.5 if batch == 1 else 1
     assert 0.005 < y < limit * few and 0.005 < dx < limit * few and dweight < of_weight * few, (y, dx, dweight)
@@ -135,7 +147,9 @@ def test_forward_and_gradients_match_float64_within_float8(shape, function, limi
 @needs_gpu  # the interpreter rounds to float8 wrongly
 def test_sums_are_not_truncated():
     """With products of one sign: float8's own rounding is biased by 0.16% here, 14-bit sums would be by 1.7%."""
-    x, weight, dy = randn(2048, 1024).abs(), randn(512, 1024).abs(), randn(2048, 512).abs()
+    x = randn(2048, 1024).abs()
+    weight = randn(512, 1024).abs()
+    dy = randn(2048, 512).abs()
     for found, expected in (
         (FP8Linear.project(x, weight), x.double() @ weight.double().T),
         (FP8Linear.input_gradient(dy, weight), dy.double() @ weight.double()),
@@ -146,14 +160,16 @@ def test_sums_are_not_truncated():
 
 def test_the_weight_of_backward_is_that_of_forward():
     """Its scales go into dy: if dy and x have one nonzero element per row, only W is rounded, alike in both."""
-    weight, eye = randn(32, 64), torch.eye(64, device=DEVICE, dtype=BF16)
+    weight = randn(32, 64)
+    eye = torch.eye(64, device=DEVICE, dtype=BF16)
     forward = FP8Linear.project(eye, weight).T  # (O, C): the rounded W
     backward = FP8Linear.input_gradient(eye[:32, :32].contiguous(), weight)
     assert relative_error(backward, forward.double()) < 2**-8
 
 
 def test_strides_and_leading_dimensions_change_nothing():
-    x, weight = randn(40, 32), randn(48, 32)
+    x = randn(40, 32)
+    weight = randn(48, 32)
     expected = fp8_linear(x, weight)
     assert torch.equal(fp8_linear(x.T.contiguous().T, weight.T.contiguous().T), expected)
     assert torch.equal(fp8_linear(x.view(4, 10, 32), weight), expected.view(4, 10, 48))
@@ -163,7 +179,9 @@ def test_strides_and_leading_dimensions_change_nothing():
 
 
 def test_a_frozen_input_gets_no_gradient_and_changes_no_other():
-    x, weight, dy = randn(20, 32), randn(48, 32), [randn(20, 48)]
+    x = randn(20, 32)
+    weight = randn(48, 32)
+    dy = [randn(20, 48)]
     y, dx, dweight = run(fp8_linear, (x, weight), (), dy)
     assert_same(run(fp8_linear, (x,), (weight,), dy), (y, dx), "the weight frozen")
     assert_same(run(lambda weight: fp8_linear(x, weight), (weight,), (), dy), (y, dweight), "x frozen")
@@ -171,13 +189,15 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other():
 
 def test_without_triton_the_references_run(monkeypatch):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    x, weight = torch.randn(6, 24), torch.randn(10, 24)  # any dtype, any width
+    x = torch.randn(6, 24)
+    weight = torch.randn(10, 24)  # any dtype, any width
     assert torch.equal(fp8_linear(x, weight), reference.fp8_linear(x, weight))
     assert 0.01 < relative_error(fp8_linear(x, weight), (x @ weight.T).double()) < 0.05
 
 
 def test_checkpointing_repeats_it_bit_for_bit():
-    inputs, dy = (randn(30, 64), randn(48, 64)), [randn(30, 48)]
+    inputs = (randn(30, 64), randn(48, 64))
+    dy = [randn(30, 48)]
     first = run(fp8_linear, inputs, (), dy)
     for again in (fp8_linear, partial(checkpoint, fp8_linear, use_reentrant=False)):
         assert_same(run(again, inputs, (), dy), first, "again")
@@ -186,7 +206,8 @@ def test_checkpointing_repeats_it_bit_for_bit():
 @needs_gpu  # the compiler cannot trace the interpreter
 def test_compiles_into_one_graph():
     function = lambda x, weight: fp8_linear(2 * x, weight) + 1  # noqa: E731
-    inputs, dy = (randn(64, 64), randn(48, 64)), [randn(64, 48)]
+    inputs = (randn(64, 64), randn(48, 64))
+    dy = [randn(64, 48)]
     compiled = torch.compile(function, fullgraph=True)
     for found, plain in zip(run(compiled, inputs, (), dy), run(function, inputs, (), dy), strict=True):
         assert relative_error(found, plain.double()) < 2**-7
@@ -194,7 +215,8 @@ def test_compiles_into_one_graph():
 
 @needs_gpu
 def test_is_captured_in_a_cuda_graph():
-    x, weight = randn(64, 64), randn(48, 64)
+    x = randn(64, 64)
+    weight = randn(48, 64)
     fp8_linear(x, weight)  # compiles
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -246,12 +268,14 @@ each_fused = pytest.mark.parametrize("function, apart, sizes", [  # sizes: input
 
 @each_fused
 def test_fused_functions_are_their_parts_bit_for_bit(function, apart, sizes):
-    inputs, layers = (randn(2, 20, 64), randn(2, 20, 64), randn(64)), [projection(n, sum(rows)) for n, rows in sizes]
+    inputs = (randn(2, 20, 64), randn(2, 20, 64), randn(64))
+    layers = [projection(n, sum(rows)) for n, rows in sizes]
     found, expected = (gradients(f, inputs, layers) for f in (function, apart))
     if "chunks" in getattr(function, "keywords", {}):  # the weights' gradients, summed in float32 over the slices
         for ours, other in zip(found[5:], expected[5:], strict=True):
             assert relative_error(ours, other.double()) < 2**-7
-        found, expected = found[:5], expected[:5]
+        found = found[:5]
+        expected = expected[:5]
     assert_same(found, expected, "fused")
 
 
@@ -275,7 +299,8 @@ def loss_and_gradients(dtype=BF16, fp8=True, **how):
 
 
 def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16():
-    (loss, gradients), (expected, of_bf16) = loss_and_gradients(), loss_and_gradients(fp8=False)
+    (loss, gradients) = loss_and_gradients()
+    (expected, of_bf16) = loss_and_gradients(fp8=False)
     assert abs(loss - expected) < 0.01 and loss != expected
     errors = {name: relative_error(gradient, of_bf16[name].double()) for name, gradient in gradients.items()}
     assert max(errors.values()) < (0.15 if HAS_GPU else 0.3), errors
@@ -290,7 +315,8 @@ def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16():
     ],
 )
 def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
-    (loss, gradients), (expected, plain) = loss_and_gradients(**settings), loss_and_gradients(**others)
+    (loss, gradients) = loss_and_gradients(**settings)
+    (expected, plain) = loss_and_gradients(**others)
     assert loss == expected
     for name, gradient in gradients.items():
         assert relative_error(gradient, plain[name].double()) < 2**-6, name

@@ -16,7 +16,9 @@ from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, randn, relative_err
 from tests.test_fp8_linear import each_fused, needs_fp8
 from tests.test_fp8_linear import gradients as fused_gradients
 
-ROWS, N_IN, RANK = (32, 16, 16), 64, 3
+ROWS = (32, 16, 16)
+N_IN = 64
+RANK = 3
 ERROR = 0.045 if HAS_GPU else 0.11  # as in test_fp8_linear.py, and y is rounded, or truncated, twice
 KINDS = {"float8": FP8LoRALinear, "nf4": FP8NF4LoRALinear}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -56,7 +58,8 @@ def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind, 
     layer, original = layer_of(kind, n_in, adapters=False)
     x = randn(2, 5, n_in, dtype=BF16).requires_grad_()
     weight = original if kind is FP8LoRALinear else held_weight(layer)  # rounded once or before each matmul: the same
-    y, expected = layer(x), fp8_linear(x, weight)
+    y = layer(x)
+    expected = fp8_linear(x, weight)
     assert_same([y, *gradients(y, [x])], [expected, *gradients(expected, [x])], "float8")
 
 
@@ -65,8 +68,10 @@ def test_forward_and_gradients_match_float64_within_float8(kind):
     layer, _ = layer_of(kind)
     x = randn(2, 5, N_IN, dtype=BF16).requires_grad_()
     wide = x.detach().double().requires_grad_()
-    y, (expected, a, b) = layer(x), truth(layer, wide)
-    found, true = gradients(y, [x, layer.lora_a, layer.lora_b]), gradients(expected, [wide, a, b])
+    y = layer(x)
+    (expected, a, b) = truth(layer, wide)
+    found = gradients(y, [x, layer.lora_a, layer.lora_b])
+    true = gradients(expected, [wide, a, b])
     errors = [relative_error(ours, other) for ours, other in zip([y, *found], [expected, *true], strict=True)]
     assert max(errors[:2]) < ERROR and max(errors[2:]) < 0.01, errors  # the adapters' gradients are in bfloat16
 
@@ -96,7 +101,9 @@ def as_bytes(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("rank", [3, 16, 80])
 def test_a_product_of_low_rank_is_added_in_place_within_one_rounding(rank, dtype):
-    y, a, b = randn(70, 400, dtype=dtype), randn(70, 2 * rank, dtype=dtype), randn(rank, 200, dtype=dtype)
+    y = randn(70, 400, dtype=dtype)
+    a = randn(70, 2 * rank, dtype=dtype)
+    b = randn(rank, 200, dtype=dtype)
     before = y.clone()
     expected = y[:, 100:300].double() + a[:, rank:].double() @ b.double()
     assert kernels.add_low_rank(y, a[:, rank:], b.T, 100) is y
@@ -133,7 +140,8 @@ def test_without_triton_the_reference_runs(kind, monkeypatch):
     x = randn(2, 5, N_IN, dtype=BF16).cpu().requires_grad_()
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     leaves = [x, layer.lora_a, layer.lora_b]
-    y, (expected, a, b) = layer(x), truth(layer, x.detach().double())
+    y = layer(x)
+    (expected, a, b) = truth(layer, x.detach().double())
     assert 0.01 < relative_error(y, expected) < 0.045  # rounded to float8 as well
     errors = [relative_error(*pair) for pair in zip(gradients(y, leaves)[1:], gradients(expected, [a, b]), strict=True)]
     assert max(errors) < 0.01, errors

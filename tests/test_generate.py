@@ -41,7 +41,8 @@ def texts(model, prompts, n=12, seed=0, **settings):
 
 def read_alone(model, prompt, n):
     """One row's text, rereading the whole context for each token; past block_size without its older half."""
-    block_size, found = model.config.block_size, []
+    block_size = model.config.block_size
+    found = []
     context = prompt[-block_size:]
     for _ in range(n):
         if len(context) > block_size:  # block_size tokens and the newest: drop half of the former
@@ -71,14 +72,16 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 8, 1, 3, 8], [8, 20, 7]])  # equal ones, block_size, more
 @pytest.mark.parametrize("block_size", [8, 7, 1])
 def test_a_batch_is_each_row_read_alone(block_size, lengths):
-    model, prompts = build(block_size=block_size, **PLAIN), prompts_of(*lengths)
+    model = build(block_size=block_size, **PLAIN)
+    prompts = prompts_of(*lengths)
     found = texts(model, prompts, n=30, temperature=0).tolist()
     assert found == [read_alone(model, prompt, 30) for prompt in prompts]
     assert len(set(sum(found, []))) > 5, "texts that repeat themselves show nothing"
 
 
 def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
-    model, prompts = build(**PLAIN), prompts_of(4, 6)
+    model = build(**PLAIN)
+    prompts = prompts_of(4, 6)
     whole = list(generate(model, prompts, 30, temperature=0))
     eos = {whole[3][0], whole[9][1]}
     ended = list(generate(model, prompts, 30, temperature=0, eos=eos))
@@ -90,7 +93,8 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
 
 
 def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
-    model, prompts = build(block_size=16, **PLAIN), prompts_of(16, 2)
+    model = build(block_size=16, **PLAIN)
+    prompts = prompts_of(16, 2)
     eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full row ends at once
     alone = [read_alone(model, prompts[1], 10)]
     assert eos.isdisjoint(alone[0])
@@ -103,9 +107,11 @@ def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
 @pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"checkpointing": "full"} | PLAIN])
 @torch.no_grad()
 def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(settings):
-    model, tokens = build(**settings), batch(n_time=9)[0]
+    model = build(**settings)
+    tokens = batch(n_time=9)[0]
     for rows, start, end in ((1, 1, 6), (1, 4, 6), (2, 0, 9)):  # a prefix, one that leaves one token to read, none
-        caches, text = new_caches(model, rows, 9), tokens[:rows, :end]
+        caches = new_caches(model, rows, 9)
+        text = tokens[:rows, :end]
         read_prompts(model, caches, text[:, : start or 1].tolist())
         logits = [read_prompts(model, caches, text[:, :5].tolist(), start)]
         logits += [decode_step(model, caches, text[:, i]) for i in range(5, end)]
@@ -128,7 +134,9 @@ def test_angles_and_logits_are_fp32_beside_bf16_weights():
 
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])
 def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, reads):
-    model, prefix, history = build(block_size=32, **settings), PrefixCache(), []
+    model = build(block_size=32, **settings)
+    prefix = PrefixCache()
+    history = []
     turns = [  # tokens of the history in the prompt, new ones after them, max_new_tokens, tokens taken, tokens read
         (0, 4, 5, 5, [4]),
         (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, but not read
@@ -139,7 +147,8 @@ def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone
         (4, 2, 3, 3, [6]),
     ]
     for seed, (n_kept, n_new, n, n_taken, expected) in enumerate(turns):
-        prompt, reads[:] = history[:n_kept] + batch(1, n_new + 1, seed=seed)[0][0, :n_new].tolist(), []
+        prompt = history[:n_kept] + batch(1, n_new + 1, seed=seed)[0][0, :n_new].tolist()
+        reads[:] = []
         drawn = generate(model, [prompt], n, prefix=prefix, temperature=0)
         answer = [token for (token,) in itertools.islice(drawn, n_taken)]
         drawn.close()
@@ -151,13 +160,16 @@ def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone
 @pytest.mark.parametrize("lengths", [[5], [9, 3, 1]])
 @torch.no_grad()
 def test_a_cuda_graph_step_samples_what_an_eager_step_samples(lengths, monkeypatch):
-    model, prompts = build(dtype=torch.bfloat16), prompts_of(*lengths)
-    expected, caches = [], new_caches(model, len(prompts), 40)
+    model = build(dtype=torch.bfloat16)
+    prompts = prompts_of(*lengths)
+    expected = []
+    caches = new_caches(model, len(prompts), 40)
     tokens = sample(read_prompts(model, caches, prompts), 0)
     for _ in range(25):
         expected.append(tokens)
         tokens = sample(decode_step(model, caches, tokens), 0)
-    replays, replay = [], torch.cuda.CUDAGraph.replay
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
     assert torch.equal(texts(model, prompts, n=25, temperature=0), torch.stack(expected, dim=1))
     assert len(set(replays)) == 1 and len(replays) == 23
@@ -177,12 +189,15 @@ DECODE = [  # heads, key/value heads, head size, positions, lengths
 def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, tolerance):
     n_head, n_kv_head, head_dim, n_positions, lengths = shape
     draw = lambda *size: torch.randn(len(lengths), *size, device=DEVICE, dtype=FP64).to(dtype)  # noqa: E731
-    q, k, v = draw(1, n_head, head_dim), draw(1, n_kv_head, head_dim), draw(1, n_kv_head, head_dim)
+    q = draw(1, n_head, head_dim)
+    k = draw(1, n_kv_head, head_dim)
+    v = draw(1, n_kv_head, head_dim)
     caches = [draw(n_positions, n_kv_head, head_dim) for _ in "kv"]
     lengths = torch.tensor(lengths, device=DEVICE)
     for row, length in enumerate(lengths):
         caches[0][row, length:] = caches[1][row, length:] = math.nan  # positions that were never written
-    ours, theirs = [cache.clone() for cache in caches], [cache.nan_to_num().double() for cache in caches]
+    ours = [cache.clone() for cache in caches]
+    theirs = [cache.nan_to_num().double() for cache in caches]
     y = kernels.decode_attention(q, k, v, *ours, lengths)
     expected = kernels.reference.decode_attention(q.double(), k.double(), v.double(), *theirs, lengths)
     assert error(y, expected) < tolerance and y.dtype == dtype
@@ -195,7 +210,8 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
 
 
 def test_sampling_settings_that_leave_one_token_are_greedy():
-    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    model = build(**PLAIN)
+    prompt = batch(n_batch=3)[0]
     greedy = texts(model, prompt, temperature=0)
     for settings in (
         {"top_k": 1},
@@ -210,7 +226,8 @@ def test_sampling_settings_that_leave_one_token_are_greedy():
 
 
 def test_the_same_seed_writes_the_same_text():
-    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    model = build(**PLAIN)
+    prompt = batch(n_batch=3)[0]
     assert torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=1))
     assert not torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=2))
     assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0, min_p=0.0), texts(model, prompt))
@@ -242,7 +259,8 @@ def test_tokens_are_sampled_from_their_probabilities():
 
 
 def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
-    model, nan = build(n_layer=1, **PLAIN), math.nan
+    model = build(n_layer=1, **PLAIN)
+    nan = math.nan
     for name, value in (("temperature", -1.0), ("temperature", nan), ("top_k", 0), ("top_p", 0.0), ("min_p", 1.1)):
         with pytest.raises(ValueError, match=f"{name} .*: must be"):
             next(generate(model, [[1]], 2, **{name: value}))

@@ -34,9 +34,14 @@ def moments(n, adamw=kernels.adamw8bit):
 
 def on_cpu(parameter, grad, w, *rest):
     """The CPU's update with the kernels' signature, writing over the gradient, as in optimizers/on_cpu.py."""
-    states, scalars, options = rest[:-5], rest[-5], rest[-4:]
+    states = rest[:-5]
+    scalars = rest[-5]
+    options = rest[-4:]
     tensors = [x.cpu() for x in (parameter, grad, w, *states)]
-    tensors[0] = tensors[2] if parameter is w else tensors[1] if grad.dtype == parameter.dtype else tensors[0]
+    if parameter is w:
+        tensors[0] = tensors[2]
+    elif grad.dtype == parameter.dtype:
+        tensors[0] = tensors[1]
     update = adamw_file.adamw_on_cpu if len(states) == 2 else adamw8bit_file.adamw8bit_on_cpu
     update(*tensors, *scalars[:2].tolist(), 3, *options)
     for x, new in zip((parameter, w, *states), (tensors[0], *tensors[2:]), strict=True):
@@ -72,7 +77,10 @@ ADAMWS = {"kernel": kernels.adamw, "reference": reference.adamw, "C": on_cpu, "p
 @pytest.mark.parametrize("adamw", ADAMWS.values(), ids=ADAMWS)
 def test_adamw_matches_pytorch(adamw, dtype, of_grad):
     skip_without_c(adamw)
-    w, grad, m, v = randn(3001), randn(3001, dtype=of_grad), randn(3001), randn(3001).square()
+    w = randn(3001)
+    grad = randn(3001, dtype=of_grad)
+    m = randn(3001)
+    v = randn(3001).square()
     parameter = w if dtype == FP32 else w.to(dtype)
     theirs = torch.nn.Parameter(w.double())
     theirs.grad = 0.25 * grad.double()
@@ -87,7 +95,9 @@ def test_adamw_matches_pytorch(adamw, dtype, of_grad):
 
 
 def test_adamw_on_cpu_keeps_a_nan():
-    parameter, w, m = torch.ones(8, dtype=BF16), torch.ones(8), torch.zeros(8)
+    parameter = torch.ones(8, dtype=BF16)
+    w = torch.ones(8)
+    m = torch.zeros(8)
     m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry into -0
     adamw_file.adamw_on_cpu(parameter, w.clone(), w, m, torch.zeros(8), 1.0, 0.1, 1, *OPTIONS)
     assert parameter.isnan().tolist() == [True] * 4 + [False] * 4
@@ -104,10 +114,12 @@ def test_halves_of_a_float32_hold_all_its_bits():
     bits = torch.tensor([*SOME_BITS, *torch.randint(2**31 - 2**23, (5000,)).tolist()], dtype=torch.int32, device=DEVICE)
     w = torch.cat([bits, bits | -(2**31)]).view(FP32)  # negative ones too
     w = w[~w.isnan()]
-    parameter, low = torch.empty_like(w, dtype=BF16), torch.empty_like(w, dtype=torch.int16)
+    parameter = torch.empty_like(w, dtype=BF16)
+    low = torch.empty_like(w, dtype=torch.int16)
     split_halves(w, parameter, low)
     assert torch.equal(merge_halves(parameter, low).view(torch.int32), w.view(torch.int32))
-    rounded, is_middle = w.to(BF16), low == -0x8000
+    rounded = w.to(BF16)
+    is_middle = low == -0x8000
     assert torch.equal(parameter[~is_middle], rounded[~is_middle]), "the upper half is not the nearest bfloat16"
     assert (parameter[is_middle].double().abs() >= w[is_middle].double().abs()).all()
     nan = torch.tensor([0x7FFF_FFFF, 0x7F80_0001, -1, -0x7F_FFFF], dtype=torch.int32, device=DEVICE).view(FP32)
@@ -119,11 +131,14 @@ def test_halves_of_a_float32_hold_all_its_bits():
 @pytest.mark.parametrize("of_grad", [BF16, FP32], ids=str)
 @each_adamw
 def test_adamw_on_halves_equals_adamw_on_float32(adamw, of_grad):
-    w, grad = randn(3001), randn(3001, dtype=of_grad)
+    w = randn(3001)
+    grad = randn(3001, dtype=of_grad)
     w[0] = float("nan")  # a broken weight must show in the parameter
-    parameter, low = torch.empty_like(w, dtype=BF16), torch.empty_like(w, dtype=torch.int16)
+    parameter = torch.empty_like(w, dtype=BF16)
+    low = torch.empty_like(w, dtype=torch.int16)
     split_halves(w, parameter, low)
-    of_halves, of_whole = moments(3001, adamw), moments(3001, adamw)
+    of_halves = moments(3001, adamw)
+    of_whole = moments(3001, adamw)
     if adamw not in IN_8_BITS:
         of_halves[1][1] = of_whole[1][1] = float("nan")
     for scale in (0.25, float("inf"), 0.5):
@@ -138,7 +153,9 @@ def test_adamw_on_halves_equals_adamw_on_float32(adamw, of_grad):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf")])
 @each_adamw
 def test_adamw_changes_nothing_where_the_scale_is_not_finite(adamw, scale):
-    w, grad, states = randn(3000), randn(3000, dtype=FP16), moments(3000, adamw)
+    w = randn(3000)
+    grad = randn(3000, dtype=FP16)
+    states = moments(3000, adamw)
     parameter = w.half()
     adamw(parameter, grad, w, *states, step_scalars(1.0), *OPTIONS)
     before = [x.clone() for x in (parameter, w, *states)]
@@ -150,8 +167,10 @@ def test_adamw_changes_nothing_where_the_scale_is_not_finite(adamw, scale):
 @pytest.mark.parametrize("adamw, master", [(kernels.adamw, FP32), (kernels.adamw8bit, torch.int16)], ids=["32", "8"])
 def test_adamw_past_2_to_the_31_elements(adamw, master):
     n = 2**31 + 1000
-    grad, states = torch.ones(n, dtype=BF16, device=DEVICE), moments(n, adamw)
-    parameter, w = torch.ones_like(grad), torch.full((n,), master == FP32, dtype=master, device=DEVICE)
+    grad = torch.ones(n, dtype=BF16, device=DEVICE)
+    states = moments(n, adamw)
+    parameter = torch.ones_like(grad)
+    w = torch.full((n,), master == FP32, dtype=master, device=DEVICE)
     adamw(parameter, grad, w, *states, step_scalars(1.0, t=1), *OPTIONS)
     for x in (parameter, w, *states):
         assert (x[-1000:] == x[0]).all(), "the last elements are not treated as the first"
@@ -172,8 +191,11 @@ def wide_grad(n, dtype=FP32):
 @pytest.mark.parametrize("adamw", [kernels.adamw8bit, on_cpu, in_pieces], ids=["kernel", "C", "pieces"])
 def test_adamw8bit_has_the_codes_of_the_reference(adamw, n, dtype, of_grad):
     skip_without_c(adamw)
-    w, of_ours, of_theirs = randn(n), moments(n), moments(n)
-    parameter, their_w = w if dtype == FP32 else w.to(dtype), w.clone()
+    w = randn(n)
+    of_ours = moments(n)
+    of_theirs = moments(n)
+    parameter = w if dtype == FP32 else w.to(dtype)
+    their_w = w.clone()
     for _ in range(4):
         grad = wide_grad(n, of_grad)
         adamw(parameter, grad.clone(), w, *of_ours, step_scalars(0.5), *OPTIONS)
@@ -186,11 +208,13 @@ def test_adamw8bit_has_the_codes_of_the_reference(adamw, n, dtype, of_grad):
 def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
     """Against float64: the step is exact, and the codes then round the moments to within half a gap."""
     n = 1024
-    w, (m, v, m_absmax, v_absmax) = randn(n), moments(n)
+    w = randn(n)
+    (m, v, m_absmax, v_absmax) = moments(n)
     for x, absmax, signed in ((m, m_absmax, True), (v, v_absmax, False)):
         for to, new in zip((x, absmax), quantize_blocks_reference(wide_grad(n).abs(), signed), strict=True):
             to.copy_(new)
-    grad, before = wide_grad(n), w.double()
+    grad = wide_grad(n)
+    before = w.double()
     exact_m = dequantize_blocks_reference(m, m_absmax, True).double().lerp(grad.double(), 0.1)
     exact_v = dequantize_blocks_reference(v, v_absmax, False).double().lerp(grad.double().square(), 0.05)
     kernels.adamw8bit(w, grad, w, m, v, m_absmax, v_absmax, step_scalars(1.0), *OPTIONS)
@@ -208,14 +232,19 @@ def quadratic(adamw, steps, decades, kept, lr=0.01):
 
     Returns the mean of h (w − target)² over that of h, and the longest step / lr.
     """
-    n, generator, longest = 1024, torch.Generator().manual_seed(1), 0.0
+    n = 1024
+    generator = torch.Generator().manual_seed(1)
+    longest = 0.0
     draw = lambda: torch.randn(n, generator=generator)  # noqa: E731
-    w, target, states = draw().to(DEVICE), draw().to(DEVICE), moments(n, adamw)
+    w = draw().to(DEVICE)
+    target = draw().to(DEVICE)
+    states = moments(n, adamw)
     h = (10 ** (-decades * torch.rand(n, generator=generator))).to(DEVICE)
     for t in range(1, steps + 1):
         keep = torch.rand(n, generator=generator) < kept
         grad = h * (w - target + draw().to(DEVICE)) * keep.to(DEVICE)
-        before, rate = w.clone(), lr * (1.1 - t / steps)
+        before = w.clone()
+        rate = lr * (1.1 - t / steps)
         adamw(w, grad, w, *states, step_scalars(1.0, rate, t), 0.9, 0.95, 1e-8, 0.0)
         longest = max(longest, ((w - before).abs().max() / rate).item())
     return (h * (w - target).square()).mean().item() / h.mean().item(), longest
@@ -237,7 +266,9 @@ def test_adamw8bit_follows_float32_adamw_and_never_divides_by_a_v_rounded_to_zer
 
 @pytest.mark.parametrize("adamw", [*IN_8_BITS, on_cpu, in_pieces], ids=["kernel", "reference", "C", "pieces"])
 def test_adamw8bit_keeps_a_nan_in_its_block(adamw):
-    w, states, grad = randn(3 * BLOCK), moments(3 * BLOCK), wide_grad(3 * BLOCK)
+    w = randn(3 * BLOCK)
+    states = moments(3 * BLOCK)
+    grad = wide_grad(3 * BLOCK)
     grad[300] = float("nan")
     adamw(w, grad, w, *states, step_scalars(1.0), *OPTIONS)
     assert w.isnan().nonzero().tolist() == [[300]]
@@ -253,7 +284,8 @@ def test_adamw8bit_keeps_a_nan_in_its_block(adamw):
 @pytest.mark.parametrize("sgdw", [kernels.sgdw, reference.sgdw], ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_sgdw_updates_the_master_and_skips_non_finite_steps(sgdw, dtype):
-    w, direction = randn(3001), randn(3001, dtype=BF16)
+    w = randn(3001)
+    direction = randn(3001, dtype=BF16)
     parameter, master = (w, w) if dtype == FP32 else (w.to(dtype), w.clone())
     if dtype == BF16:
         master = torch.empty_like(w, dtype=torch.int16)
@@ -269,7 +301,8 @@ def test_sgdw_updates_the_master_and_skips_non_finite_steps(sgdw, dtype):
 @pytest.mark.parametrize("n", [1, 2048, 5000])
 @pytest.mark.parametrize("add_ranks", [kernels.add_ranks, reference.add_ranks], ids=["kernel", "reference"])
 def test_gradients_of_the_ranks_are_added_in_float32(add_ranks, n):
-    own, received = randn(n, dtype=BF16), randn(3, n, dtype=BF16)
+    own = randn(n, dtype=BF16)
+    received = randn(3, n, dtype=BF16)
     out = torch.empty_like(own)
     add_ranks(own, received, 0.25, out)
     mean = torch.cat([own[None], received]).double().mean(0)

@@ -33,7 +33,8 @@ from test_kernels import (
 def compile_for_new_rows(name, sizes):
     """Compiles once for all row counts, with the same results as uncompiled."""
     torch.compiler.reset()
-    function, counter = OPERATIONS[name].function, CompileCounterWithBackend("aot_eager")
+    function = OPERATIONS[name].function
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for rows in sizes:
         _, inputs, constants, upstream = arguments_of(name, rows, 32)
@@ -107,7 +108,9 @@ def compile_for(card):
             get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target,
         )
     )  # fmt: skip
-    launch, sizes, fused = triton.runtime.jit.JITFunction.run, {}, {}
+    launch = triton.runtime.jit.JITFunction.run
+    sizes = {}
+    fused = {}
 
     def compile_only(kernel, *arguments, warmup, **options):
         compiled = launch(kernel, *arguments, warmup=True, **options)
@@ -146,8 +149,10 @@ def compile_for(card):
         for rank in (3, 80):
             kernels.add_low_rank(x, x[:, :rank], torch.ones(rank, 200, dtype=BF16).T, 8)
     case = "eight and four bits"
-    bf16, half = torch.ones(700, dtype=BF16), torch.ones(700, dtype=torch.int16)
-    codes, absmax = torch.ones(700, dtype=torch.uint8), torch.ones(3)
+    bf16 = torch.ones(700, dtype=BF16)
+    half = torch.ones(700, dtype=torch.int16)
+    codes = torch.ones(700, dtype=torch.uint8)
+    absmax = torch.ones(3)
     kernels.adamw8bit(bf16, bf16, half, codes, codes, absmax, absmax, torch.ones(4), 0.9, 0.95, 1e-8, 0.1)
     kernels.dequantize_nf4(kernels.quantize_nf4(torch.ones(32, 512, dtype=BF16)))
     few_bits = [kernel for kernel in fused if "nf4" in kernel or "8bit" in kernel]

@@ -84,8 +84,11 @@ def test_arguments_that_do_not_fit_are_refused(name):
 @pytest.mark.parametrize("name", ["add_norm_linear", "add_norm_mlp", "linear_cross_entropy", "lora"])
 def test_matmuls_under_autocast_are_refused(name):
     if name == "lora":
-        function, inputs, constants = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), 1, 1.0), (X,), ()
+        function = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), 1, 1.0)
+        inputs = (X,)
+        constants = ()
     else:
-        function, (inputs, constants) = OPERATIONS[name].function, OPERATIONS[name].inputs(3, 8, FP32)
+        function = OPERATIONS[name].function
+        (inputs, constants) = OPERATIONS[name].inputs(3, 8, FP32)
     with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match="not run under torch.autocast: cast"):
         function(*inputs, *constants)

@@ -49,13 +49,18 @@ def at_the_end(x):
 @pytest.mark.parametrize("name", [*ROW_OPERATIONS, "quantize"])
 def test_the_last_rows_past_2_to_the_31_elements_equal_the_same_rows_alone(name, monkeypatch):
     if name == "quantize":
-        inputs, constants, function = (randn(1, WIDTH, dtype=BF16),), (), lambda x: quantize(x)[1]
+        inputs = (randn(1, WIDTH, dtype=BF16),)
+        constants = ()
+        function = lambda x: quantize(x)[1]  # noqa: E731
     elif name == "rope":
         angles = torch.rand(1, 512)
-        inputs, constants, function = (randn(1, 1, 64, 1024, dtype=BF16),), (angles.cos(), angles.sin()), rope_of(62)[0]
+        inputs = (randn(1, 1, 64, 1024, dtype=BF16),)
+        constants = (angles.cos(), angles.sin())
+        function = rope_of(62)[0]
     else:
         width = WIDTH // 2 if "glu" in name else WIDTH
-        function, (inputs, constants) = OPERATIONS[name].function, OPERATIONS[name].inputs(1, width, BF16)
+        function = OPERATIONS[name].function
+        (inputs, constants) = OPERATIONS[name].inputs(1, width, BF16)
     leaves = [x.requires_grad_(x.ndim > 1 and name != "quantize") for x in inputs]
     outputs = as_tuple(function(*leaves, *constants))
     upstream = draw_upstream(outputs)

@@ -93,7 +93,8 @@ def test_ignore_index_is_any_number_in_range_or_not(loss, ignore_index):
 @each_sum
 @each_loss
 def test_ignored_rows_alone_give_loss_0_and_zero_gradients(loss, reduction):
-    logits, targets = randn(11, 70), torch.full((11,), -100, device=DEVICE)
+    logits = randn(11, 70)
+    targets = torch.full((11,), -100, device=DEVICE)
     value, gradient = run(partial(loss, reduction=reduction, **loss_options), (logits,), (targets,))
     assert value == 0 and (gradient == 0).all(), f"loss {value}, gradient {gradient}"
 
@@ -129,7 +130,8 @@ def test_a_target_out_of_range_makes_the_loss_nan_and_touches_no_other_row(loss,
 @pytest.mark.parametrize("masked", [slice(0, BLOCK), slice(60, WIDE - 1), slice(1, 2)], ids=str)
 def test_logits_of_minus_inf_are_a_mask(masked):
     """As in PyTorch: a partly masked vocabulary gives a finite loss, even if a whole block of it is masked."""
-    logits, targets = randn(3, WIDE), torch.tensor([WIDE - 1, WIDE - 1, 5], device=DEVICE)
+    logits = randn(3, WIDE)
+    targets = torch.tensor([WIDE - 1, WIDE - 1, 5], device=DEVICE)
     logits[1, masked] = float("-inf")
     value, gradient = assert_matches_float64(operation(kernels.cross_entropy), (logits,), (targets,))
     assert value.isfinite() and gradient.isfinite().all()
@@ -140,7 +142,8 @@ def test_logits_of_minus_inf_are_a_mask(masked):
 def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
     logits, targets = loss_inputs()
     logits *= size
-    logits[0, :2], targets[0] = size, 0  # two maxima
+    logits[0, :2] = size
+    targets[0] = 0  # two maxima
     assert_matches_float64(operation(loss), (logits,), (targets,))
 
 
@@ -173,7 +176,8 @@ def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
 def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
     """fp16 cannot hold p/n, but can hold p/n times the loss scale. The targets' own entries would hide it."""
     rows, n_vocab, scale = (16384, 2000, 2.0**18) if HAS_GPU else (128, 1000, 2.0**10)
-    logits, targets = 0.1 * randn(rows, n_vocab, dtype=FP16), torch.randint(n_vocab, (rows,), device=DEVICE)
+    logits = 0.1 * randn(rows, n_vocab, dtype=FP16)
+    targets = torch.randint(n_vocab, (rows,), device=DEVICE)
     upstream = [torch.tensor(scale, device=DEVICE)]
     head = [torch.eye(n_vocab, dtype=FP16, device=DEVICE)] if name == "linear_cross_entropy" else []
     gradient = run(getattr(kernels, name), (logits, *head), (targets,), upstream)[1]
@@ -185,7 +189,9 @@ def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
 
 def test_a_loss_scale_beyond_fp16_scales_fp16_gradients():
     """The scale is a tensor: on CUDA a scalar one would be rounded to fp16, and 2^17 to infinity, before it is used."""
-    x, weight, targets = randn(8, 16, dtype=FP16), 1e-3 * randn(40, 16, dtype=FP16), torch.arange(8, device=DEVICE)
+    x = randn(8, 16, dtype=FP16)
+    weight = 1e-3 * randn(40, 16, dtype=FP16)
+    targets = torch.arange(8, device=DEVICE)
     upstream = [torch.tensor(2.0**17, device=DEVICE)]
     _, dx = run(partial(linear_cross_entropy, reduction="sum"), (x,), (weight, targets), upstream)
     oracle = partial(linear_cross_entropy_oracle, reduction="sum")
@@ -204,7 +210,8 @@ def test_any_chunk_size_gives_the_same_loss_and_gradients(chunk_tokens):
 def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
     """3,200 + 32.53125 is 3,232 in fp16: one token per chunk would round at every addition."""
     rows = 128
-    x, weight = torch.full((rows, 1), 65.0625, dtype=FP16, device=DEVICE), torch.zeros(2, 1, dtype=FP16, device=DEVICE)
+    x = torch.full((rows, 1), 65.0625, dtype=FP16, device=DEVICE)
+    weight = torch.zeros(2, 1, dtype=FP16, device=DEVICE)
     targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     function = partial(linear_cross_entropy, chunk_tokens=1, reduction="sum")
     _, _, dweight = run(function, (x, weight), (targets,), ONE)
@@ -226,7 +233,8 @@ def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
 @each_sum
 def test_in_one_chunk_and_without_autograd_every_option_counts(reduction):
     x, weight, targets = linear_inputs(11, 70)
-    targets, x = targets.where(targets != -100, 3), x.T.contiguous().T
+    targets = targets.where(targets != -100, 3)
+    x = x.T.contiguous().T
     options = dict(ignore_index=3, reduction=reduction, **loss_options)
     functions = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_oracle))
     loss, *_ = assert_matches_float64(Operation(*functions, bias_of_dx=1), (x, weight), (targets,))
@@ -239,7 +247,8 @@ def test_in_one_chunk_and_without_autograd_every_option_counts(reduction):
 def test_without_triton_chunks_match_float64_and_never_hold_all_logits(monkeypatch, options):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     monkeypatch.setattr(sys.modules["kernels.linear_cross_entropy"], "PLAIN_LOGITS", 300)  # 4 tokens
-    function, ignored = partial(linear_cross_entropy, **options), options.get("ignore_index", -100)
+    function = partial(linear_cross_entropy, **options)
+    ignored = options.get("ignore_index", -100)
     chunked = Operation(function, partial(linear_cross_entropy_oracle, **options), None, 1)
     for dtype in (FP16, BF16, FP32, FP64):
         *inputs, targets = linear_inputs(11, 69, dtype)
@@ -259,8 +268,10 @@ def test_overwrite_x_makes_x_its_own_gradient(options):
     x, weight, targets = linear_inputs(15, 70, BF16)
     chunked = partial(linear_cross_entropy, chunk_tokens=4, **options)
     _, dx, dweight = run(chunked, (x, weight), (targets,), ONE)
-    leaf, weight = x.clone().requires_grad_(), weight.requires_grad_()
-    hidden, met = leaf.clone(), []
+    leaf = x.clone().requires_grad_()
+    weight = weight.requires_grad_()
+    hidden = leaf.clone()
+    met = []
     hidden.register_hook(lambda gradient: met.append(gradient.data_ptr()))
     chunked(hidden, weight, targets, overwrite_x=True).backward()
     assert torch.equal(leaf.grad, dx) and torch.equal(weight.grad, dweight)
@@ -328,7 +339,8 @@ def assert_never_holds_all_logits(function):
 
 @full_size
 def test_linear_cross_entropy_peak_memory_at_full_size():
-    x, weight = randn(16384, 2048, dtype=BF16), randn(128256, 2048, dtype=BF16)
+    x = randn(16384, 2048, dtype=BF16)
+    weight = randn(128256, 2048, dtype=BF16)
     targets = torch.randint(128256, (16384,), device=DEVICE)
     x.requires_grad_(), weight.requires_grad_()
     linear_cross_entropy(x[:300], weight, targets[:300]).backward()  # allocates cuBLAS's workspace
@@ -346,8 +358,10 @@ def test_linear_cross_entropy_peak_memory_at_full_size():
 @pytest.mark.parametrize("options", [{}, loss_options], ids=["plain", "smoothed"])
 def test_linear_cross_entropy_at_full_size_matches_float64(options, dtype):
     """Two chunks: PyTorch's own function takes 35 GB for them; more would not fit on the workers' GPU."""
-    x, weight = randn(8192, 2048, dtype=dtype), randn(128256, 2048, dtype=dtype) / 45
-    targets, scale = loss_targets(8192, 128256), torch.tensor(1024.0, device=DEVICE)
+    x = randn(8192, 2048, dtype=dtype)
+    weight = randn(128256, 2048, dtype=dtype) / 45
+    targets = loss_targets(8192, 128256)
+    scale = torch.tensor(1024.0, device=DEVICE)
     functions = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_oracle))
     full = Operation(*functions, bias_of_dx=1)
     truth = truth_in_chunks(full.oracle, x, weight, targets, scale)
@@ -357,7 +371,9 @@ def test_linear_cross_entropy_at_full_size_matches_float64(options, dtype):
 def truth_in_chunks(oracle, x, weight, targets, scale):
     """The oracle in float64, 1,024 tokens at a time: all the logits would take 17 GB per copy."""
     weight = weight.double().requires_grad_()
-    loss, dx, n_live = 0, [], (targets != -100).sum()
+    loss = 0
+    dx = []
+    n_live = (targets != -100).sum()
     for x_chunk, target_chunk in zip(x.split(1024), targets.split(1024), strict=True):
         x_chunk = x_chunk.double().requires_grad_()
         chunk = oracle(x_chunk, weight, target_chunk, reduction="sum") / n_live
@@ -370,12 +386,15 @@ def truth_in_chunks(oracle, x, weight, targets, scale):
 @full_size
 @pytest.mark.parametrize("rows", [16384, 16896])  # the second is past 2³¹ logits
 def test_cross_entropy_at_full_size_matches_float64(rows):
-    logits, targets, upstream = 3 * randn(rows, 128256, dtype=BF16), loss_targets(rows, 128256), randn(rows)
+    logits = 3 * randn(rows, 128256, dtype=BF16)
+    targets = loss_targets(rows, 128256)
+    upstream = randn(rows)
     full = operation(kernels.cross_entropy, reduction="none", **loss_options)
     ours = run(full.function, (logits,), (targets,), [upstream])
     for part in (slice(0, 512), slice(rows // 2, rows // 2 + 512), slice(rows - 512, rows)):
         arguments = [logits[part]], [targets[part]], [upstream[part]]
-        eager, truth = run(full.oracle, *arguments), run(full.oracle, *map(widened, arguments))
+        eager = run(full.oracle, *arguments)
+        truth = run(full.oracle, *map(widened, arguments))
         for what, out, exact, rounded in zip(("losses", "dlogits"), ours, truth, eager, strict=True):
             assert_close(what, out[part], exact, rounded)
 

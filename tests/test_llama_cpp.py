@@ -42,11 +42,13 @@ def test_llama_cpp_has_our_ids_and_our_greedy_tokens(train, tmp_path, plain_pyto
     else:
         train(max_iters=200, eval_interval=200)
     (checkpoint,) = (tmp_path / "out").glob("step_*")
-    ids, model = tokenizer_of(checkpoint).encode(text), load_model(checkpoint)
+    ids = tokenizer_of(checkpoint).encode(text)
+    model = load_model(checkpoint)
     with torch.no_grad():
         while len(ids) < n:
             ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
-    gguf, script = tmp_path / "model.gguf", f"{LLAMA_CPP}/convert_hf_to_gguf.py"
+    gguf = tmp_path / "model.gguf"
+    script = f"{LLAMA_CPP}/convert_hf_to_gguf.py"
     subprocess.run([sys.executable, script, checkpoint, "--outtype=f32", f"--outfile={gguf}"], check=True)
     (tmp_path / "draw.mjs").write_text(DRAW)
     command = ["node", tmp_path / "draw.mjs", LLAMA_CPP, gguf, text, str(n)]

@@ -67,7 +67,9 @@ def inputs_of(*shape):
 def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
     if not triton and DEVICE == "cpu":
         monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    layer, rows, x = adapted(12, 8, 4, 4), (8, 4, 4), randn(2, 5, 12).requires_grad_()
+    layer = adapted(12, 8, 4, 4)
+    rows = (8, 4, 4)
+    x = randn(2, 5, 12).requires_grad_()
     expected = gradients(lambda x: (written_out(layer, x, rows),), [x], [layer])
     assert_close(gradients(lambda x: (layer(x),), [x], [layer]), expected)
     assert_close(gradients(lambda x: (layer.reference(x),), [x], [layer]), expected)
@@ -75,7 +77,9 @@ def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
 
 @each_ops
 def test_lora_in_add_norm_linear_matches_autograd_in_float64(ops):
-    layer, rows, inputs = adapted(12, 8, 4, 4), (8, 4, 4), inputs_of(2, 5, 12)
+    layer = adapted(12, 8, 4, 4)
+    rows = (8, 4, 4)
+    inputs = inputs_of(2, 5, 12)
 
     def truth(x, residual, norm_weight):
         return written_out(layer, norm(x + residual, norm_weight), rows), x + residual
@@ -88,7 +92,9 @@ def test_lora_in_add_norm_linear_matches_autograd_in_float64(ops):
 @each_ops
 @pytest.mark.parametrize("options", SLICES, ids=str)
 def test_lora_in_add_norm_mlp_matches_autograd_in_float64(options, ops):
-    gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
+    gate_up = adapted(12, 8, 8)
+    down = adapted(8, 12)
+    inputs = inputs_of(2, 5, 12)
 
     def truth(x, residual, norm_weight):
         gate, up = written_out(gate_up, norm(x + residual, norm_weight), (8, 8)).chunk(2, dim=-1)
@@ -101,7 +107,9 @@ def test_lora_in_add_norm_mlp_matches_autograd_in_float64(options, ops):
 @pytest.mark.parametrize("options", SLICES, ids=str)
 def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
     """With the adapters frozen too, backward has only the products for dx, and those that repeat forward."""
-    gate_up, down, (x, residual, norm_weight) = adapted(12, 8, 8), adapted(8, 12), inputs_of(4, 12)
+    gate_up = adapted(12, 8, 8)
+    down = adapted(8, 12)
+    (x, residual, norm_weight) = inputs_of(4, 12)
     counts = []
     for layers in ((Linear(12, 16), Linear(8, 12)), (gate_up, down)):
         layers = [layer.to(DEVICE, FP64).requires_grad_(False) for layer in layers]
@@ -110,13 +118,15 @@ def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
             y.sum().backward()
         counts.append(sum(n for name, n in seen.ops.items() if name in ("mm", "linear", "accumulate", "addmm_")))
     dense, lora = counts
-    n_slices, again = options.get("chunks", 1), not options.get("save_gate_up", True)
+    n_slices = options.get("chunks", 1)
+    again = not options.get("save_gate_up", True)
     # x Aᵀ of both, and into y for gate, up and down; again for gate_up if it is recomputed; dy B, and into dx
     assert lora - dense == n_slices * (2 + 3 + 3 * again + 3 + 2), seen.ops
 
 
 def test_either_adapter_may_be_frozen():
-    layer, x = adapted(12, 8, 8), randn(5, 12)
+    layer = adapted(12, 8, 8)
+    x = randn(5, 12)
     adapters = (layer.lora_a, layer.lora_b)
     expected = torch.autograd.grad(layer(x).square().sum(), adapters)
     for trained, other, gradient in zip(adapters, adapters[::-1], expected, strict=True):
@@ -125,7 +135,8 @@ def test_either_adapter_may_be_frozen():
 
 
 def test_fresh_adapters_change_nothing():
-    base, x = Linear(12, 8, 8).to(DEVICE, FP64), randn(5, 12)
+    base = Linear(12, 8, 8).to(DEVICE, FP64)
+    x = randn(5, 12)
     layer = LoRALinear(base, 3, 5.0)
     assert torch.equal(layer(x), base(x)) and layer.lora_a.shape == (6, 12)
     assert 0 < layer.lora_a.abs().max() <= 12**-0.5 and not layer.weight.requires_grad
@@ -137,7 +148,9 @@ def test_lora_compiles_into_one_graph(options, monkeypatch):
     """On a GPU the kernels; the interpreter cannot be traced, so elsewhere the references."""
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
+    gate_up = adapted(12, 8, 8)
+    down = adapted(8, 12)
+    inputs = inputs_of(2, 5, 12)
     function = lambda *x: add_norm(kernels.add_norm_mlp, *x, gate_up, down, **options)  # noqa: E731
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)

@@ -25,7 +25,8 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     ],
 )
 def test_cpu_available_is_the_least_of_machine_and_control_groups(tmp_path, line, groups, expected):
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroups"
+    proc = tmp_path / "proc"
+    cgroups = tmp_path / "cgroups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/x\n{line}\n".strip() + "\n")

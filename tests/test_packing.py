@@ -143,7 +143,8 @@ def gradients(model, batches, weights):
 
 
 def assert_same_step(found, expected):
-    (loss, gradient), (expected_loss, expected_gradient) = found, expected
+    (loss, gradient) = found
+    (expected_loss, expected_gradient) = expected
     assert abs(loss - expected_loss) < 1e-13, f"loss {loss!r}, expected {expected_loss!r}"
     error = ((gradient - expected_gradient).norm() / expected_gradient.norm()).item()
     assert error < 1e-13, f"gradients differ by {error:.1e} of their norm"
@@ -213,7 +214,8 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
     found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
     assert found[0] == pytest.approx(np.log(257), abs=0.1)
-    saved, log = sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "metrics.jsonl").read_text()
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    log = (tmp_path / "metrics.jsonl").read_text()
     only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
     done = finish(common | only, ranks=2)
     assert not done.stderr, done.stderr

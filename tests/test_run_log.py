@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
 def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys, monkeypatch):
-    saves, save_once = [], save.Saver.save  # each takes a day, not counted as training
+    saves = []
+    save_once = save.Saver.save  # each takes a day, not counted as training
     monkeypatch.setattr(save.Saver, "save", lambda *args, **more: saves.append(1) or save_once(*args, **more))
     monkeypatch.setattr(run_log, "perf_counter", lambda: time.perf_counter() + 86400 * len(saves))
     run = train()
