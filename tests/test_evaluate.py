@@ -36,10 +36,18 @@ def write_jsonl(path, rows):
 
 
 def test_choices_are_those_of_transformers(tmp_path):
-    hf, tokenizer, items = publish(tmp_path), get_tokenizer("bytes"), []
-    model, tokenizer.bos, right, normalised, scores, rows = load_model(tmp_path), 256, 0, 0, [], []
+    hf = publish(tmp_path)
+    tokenizer = get_tokenizer("bytes")
+    items = []
+    model = load_model(tmp_path)
+    tokenizer.bos = 256
+    right = 0
+    normalised = 0
+    scores = []
+    rows = []
     for i in range(24):
-        ctx, label = prose(i, 3 + i % 5), i % 4
+        ctx = prose(i, 3 + i % 5)
+        label = i % 4
         texts = [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)]
         items.append({"ctx": ctx, "endings": texts, "label": label})
         context = [256, *tokenizer.encode(ctx)]
@@ -62,7 +70,8 @@ def test_choices_are_those_of_transformers(tmp_path):
 
 def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_them(tmp_path, monkeypatch):
     """The same text, and the same lengths of the cleaned endings: here the longest wins."""
-    texts, tokenizer = [], get_tokenizer("bytes")
+    texts = []
+    tokenizer = get_tokenizer("bytes")
 
     def score(model, rows, batch_size):
         split = [predicted.index(True) for _, predicted in rows]
@@ -81,7 +90,8 @@ def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_th
 
 
 def test_an_ending_behind_no_context_follows_a_document(monkeypatch):
-    tokenizer, rows = get_tokenizer("bytes"), []
+    tokenizer = get_tokenizer("bytes")
+    rows = []
 
     def score(model, new_rows, batch_size):
         rows.extend(new_rows)
@@ -97,10 +107,13 @@ def test_an_ending_behind_no_context_follows_a_document(monkeypatch):
 @pytest.mark.parametrize("window", [None, 50, 2])
 def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, window):
     hf = publish(tmp_path)
-    model, text = load_model(tmp_path), prose(1, 60) + " né 🦙"
+    model = load_model(tmp_path)
+    text = prose(1, 60) + " né 🦙"
     (tmp_path / "text.txt").write_text(text)
-    ids, size = [256, *text.encode()], window or 129
-    done, total = 1, 0.0
+    ids = [256, *text.encode()]
+    size = window or 129
+    done = 1
+    total = 0.0
     for start in range(0, len(ids), size // 2):
         end = min(start + size, len(ids))
         total += theirs(hf, ids[start:end], done - start).sum().item()
@@ -110,7 +123,8 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     found = evaluate_file(model, get_tokenizer("bytes"), tmp_path / "text.txt", window)
     n_bytes = len(text.encode())
     assert found["read"] == f"{n_bytes:,} tokens, {n_bytes:,} bytes"
-    perplexity, bits = math.exp(-total / n_bytes), -total / math.log(2) / n_bytes
+    perplexity = math.exp(-total / n_bytes)
+    bits = -total / math.log(2) / n_bytes
     assert abs(float(found["perplexity"].split()[0]) / perplexity - 1) < 1e-5
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
@@ -161,7 +175,8 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
 
 def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
     publish_chat_model(tmp_path)
-    tokenizer, model = tokenizer_of(tmp_path), load_model(tmp_path)
+    tokenizer = tokenizer_of(tmp_path)
+    model = load_model(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     assert tokenizer.bos is None
     [(score, _)] = log_likelihoods(model, [([tokenizer.end_of_text, *tokenizer.encode("a")], [False, True])], 1)
@@ -176,9 +191,11 @@ def test_lm_evaluation_harness_scores_and_samples_as_we_do(tmp_path):
     from runtime.lm_eval import Nanocria
 
     hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
-    adapter, tokenizer = Nanocria(str(tmp_path), "auto", device="cpu"), tokenizer_of(tmp_path)
+    adapter = Nanocria(str(tmp_path), "auto", device="cpu")
+    tokenizer = tokenizer_of(tmp_path)
     ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
-    context, answer = tokenizer.encode("the of"), tokenizer.encode(" and")
+    context = tokenizer.encode("the of")
+    answer = tokenizer.encode(" and")
     [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)
     assert abs(log_p / theirs(hf, context + answer, len(context)).sum().item() - 1) < 1e-5 and not greedy
     [text] = adapter.generate_until(ask("generate_until", "the of", {"max_gen_toks": 8, "until": []}))
@@ -274,7 +291,9 @@ def test_an_evaluation_stays_within_the_length_that_the_model_was_trained_at(tra
     checkpoint = newest(tmp_path / "out")
     hf = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert hf.config.max_position_embeddings == 96 and context_of(checkpoint) == 32
-    ids, done, total = [256, *prose(1, 60).encode()], 1, 0.0
+    ids = [256, *prose(1, 60).encode()]
+    done = 1
+    total = 0.0
     for start in range(0, len(ids), 16):
         part = ids[start : start + 33]
         total += theirs(hf, part, done - start).sum().item() if start + len(part) > done else 0.0
@@ -289,7 +308,8 @@ def test_an_evaluation_stays_within_the_length_that_the_model_was_trained_at(tra
 
 def test_the_context_is_the_longest_that_the_weights_were_trained_at(train, tmp_path):
     scaling = SCALING | {"original_max_position_embeddings": 96}
-    scaled, out = dict(rope_scaling=scaling, max_iters=1, warmup_iters=0), tmp_path / "out"
+    scaled = dict(rope_scaling=scaling, max_iters=1, warmup_iters=0)
+    out = tmp_path / "out"
     train(**scaled)
     convert.convert(newest(out), tmp_path / "converted", "float32")
     base = tmp_path / "converted"

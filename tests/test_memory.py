@@ -30,7 +30,8 @@ from tests.watch import Watch, bytes_of_weights
 
 PLAIN = {"attention": "sdpa", "kernels": "none"}
 TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32)
-LLAMA_1B, LLAMA_8B = llama_config("config/llama32_1b.py"), llama_config("config/llama31_8b.py")
+LLAMA_1B = llama_config("config/llama32_1b.py")
+LLAMA_8B = llama_config("config/llama31_8b.py")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel is interpreted on the CPU")
 
 
@@ -126,9 +127,11 @@ def build(config, run, shard=lambda model: None, device="cpu"):
 )
 def test_a_layer_keeps_what_the_estimate_says(operations, checkpointing):
     run = RunShape(1, activation_checkpointing=checkpointing, **operations)
-    config, kept = replace(TINY, n_embd=256, ffn_dim=768), []  # wide: the norms' statistics are not in the estimate
+    config = replace(TINY, n_embd=256, ffn_dim=768)
+    kept = []  # wide: the norms' statistics are not in the estimate
     for n_layer in (2, 3):
-        model, tokens = build(replace(config, n_layer=n_layer), run), torch.zeros(1, 8, dtype=torch.long)
+        model = build(replace(config, n_layer=n_layer), run)
+        tokens = torch.zeros(1, 8, dtype=torch.long)
         with Watch() as live:
             loss = model(tokens, tokens)
             kept.append(live.left_beside(model))
@@ -150,7 +153,8 @@ def test_step_in_groups_of_sequences_holds_what_the_estimate_says(monkeypatch):
 def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input_and_output(monkeypatch):
     monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 8)
     config = replace(TINY, n_layer=1, n_embd=32, ffn_dim=96, block_size=4, vocab_size=16)
-    model, tokens = build(config, RunShape(16, dtype="float32", **FULL)), torch.zeros(16, 4, dtype=torch.long)
+    model = build(config, RunShape(16, dtype="float32", **FULL))
+    tokens = torch.zeros(16, 4, dtype=torch.long)
     with torch.no_grad(), Watch() as live:
         model(tokens, tokens)
     assert (live.peak - bytes_of_weights(model)) / (tokens.numel() * config.n_embd * 4) < 8
@@ -161,7 +165,8 @@ def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input
 def test_evaluation_holds_less_than_a_step_on_a_gpu(offload_activations):
     config = replace(TINY, n_embd=1024, n_head=16, n_kv_head=4, ffn_dim=4096, block_size=1024)
     run = RunShape(64, activation_checkpointing="full", offload_activations=offload_activations, attention="sdpa")
-    model, tokens = build(config, run, device="cuda"), torch.zeros(64, 1024, dtype=torch.long, device="cuda")
+    model = build(config, run, device="cuda")
+    tokens = torch.zeros(64, 1024, dtype=torch.long, device="cuda")
     peaks = {}
     for gradients in (True, False):
         torch.cuda.reset_peak_memory_stats()
@@ -260,7 +265,8 @@ def peak_of_step(config, run, update):
 
     model = build(config, run, shard)
     optimizer = Optimizer(model, run.rule, OnDevice(), grad_clip=1.0)
-    place, tokens = optimizer.place, torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
+    place = optimizer.place
+    tokens = torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
 
     def step(update=True):
         for micro_step in range(run.micro_steps):
@@ -310,10 +316,8 @@ def test_copy_engines_need_no_nccl_gather_buffer():
     [("bfloat16", 2048, "triton"), ("float16", 4096, "triton"), ("bfloat16", 8192, "sdpa"), ("float32", 2048, "sdpa")],
 )
 def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs):
-    config, run = (
-        replace(LLAMA_1B, block_size=block_size),
-        RunShape(64, dtype=dtype, activation_checkpointing="full", mlp_chunks=64),
-    )
+    config = replace(LLAMA_1B, block_size=block_size)
+    run = RunShape(64, dtype=dtype, activation_checkpointing="full", mlp_chunks=64)
     each = {}
     for name in ("auto", "triton", "sdpa"):
         in_backward = memory.Step(config, replace(run, attention=name)).block_in_backward()
@@ -348,13 +352,15 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
         batch = memory_advice.largest_batch(LLAMA_1B, RunShape(1), gib)
         assert batch == 0 or memory.peak_gib(LLAMA_1B, RunShape(batch)) <= gib
         assert memory.peak_gib(LLAMA_1B, RunShape(batch + 1)) > gib and (batch > 0) == (gib > 10)
-    config, run = replace(LLAMA_1B, block_size=3000), RunShape(1, micro_steps=32, activation_checkpointing="full")
+    config = replace(LLAMA_1B, block_size=3000)
+    run = RunShape(1, micro_steps=32, activation_checkpointing="full")
     fitting = [n for n in range(1, 40) if memory.peak_gib(config, replace(run, batch_size=n)) <= 22.5]
     assert memory_advice.largest_batch(config, run, 22.5) == max(fitting) > len(fitting), fitting
 
 
 def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
-    config, asked = replace(TINY, vocab_size=128_256, block_size=1024), []
+    config = replace(TINY, vocab_size=128_256, block_size=1024)
+    asked = []
     monkeypatch.setattr(memory_advice, "require_cpu_memory", lambda n_bytes, *_: asked.append(n_bytes))
     for which in ("all", "blocks"):
         memory_advice.require_memory(config, RunShape(8, dtype="float32", kernels=which), "cpu")

@@ -94,7 +94,8 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
 
 def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
-    ours, theirs = models = [llama(CONFIG), llama(CONFIG)]
+    models = [llama(CONFIG), llama(CONFIG)]
+    ours, theirs = models
     optimizer = Optimizer(ours, Muon(), OnDevice())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())

@@ -210,21 +210,24 @@ def test_prompts_come_from_files_and_pipes(draw, tmp_path):
 
 @pytest.mark.parametrize("stop", [["🦙🦙"], ["END", "EN"], ["aab"], ["x"], []])
 def test_streamed_text_is_whole_characters_and_nothing_of_a_stop_string(stop):
-    tokenizer, text = get_tokenizer("bytes"), "né 🦙 aaab 🦙🦙 漢 EEND x"
+    tokenizer = get_tokenizer("bytes")
+    text = "né 🦙 aaab 🦙🦙 漢 EEND x"
     row = RowText(tokenizer, [0], stop)
     pieces = [row.add(token) for token in [*text.encode(), None]]
     ends = min((text.index(each) for each in stop), default=len(text))
     assert "".join(pieces) == text[:ends] and row.ended and row.add(65) == ""
     shown = "".join(pieces[:-1])
     assert len(shown) > ends - 4 and max(map(len, pieces)) < 5, "nothing is held back for longer than needed"
-    begun, almost = RowText(tokenizer, [0], stop), stop[-1][:-1] if stop else ""
+    begun = RowText(tokenizer, [0], stop)
+    almost = stop[-1][:-1] if stop else ""
     assert "".join(begun.add(token) for token in [*almost.encode(), None]) == almost
     cut_off = RowText(tokenizer, [0], stop)
     assert [cut_off.add(token) for token in "é".encode()[:1]] == [""] and cut_off.add(None) == "\ufffd"
 
 
 def test_generation_stops_when_the_last_row_ends(monkeypatch):
-    rows, drawn = ["a; b; c; d", "abc; d", "ab"], []
+    rows = ["a; b; c; d", "abc; d", "ab"]
+    drawn = []
 
     def generate_ids(*_, **__):
         for i in range(10):
@@ -245,7 +248,10 @@ def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_
     (tmp_path / "hf/chat_template.jinja").write_text(changed)  # the history differs from the generated text
     questions = [f"question {i}" for i in range(6)]
     settings = dict(stdin="\n".join(questions) + "\n", out_dir=tmp_path / "hf", chat=True, temperature=0, system="Hi")
-    take, kept, encode, asked = PrefixCache.take, [], template.encode_prompt, []
+    take = PrefixCache.take
+    kept = []
+    encode = template.encode_prompt
+    asked = []
     monkeypatch.setattr(PrefixCache, "take", lambda *inputs: (found := take(*inputs), kept.append(found[1]))[0])
     monkeypatch.setattr(template, "encode_prompt", lambda *inputs: asked.append(inputs[1]) or encode(*inputs))
     out, said = sample(**settings, max_new_tokens=20)
@@ -283,7 +289,8 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
     first = answer(fast.apply_chat_template(messages, **options)["input_ids"])
     assert len(first) > 5 and said == "/exit or Ctrl-D ends the conversation\n"
     # A special token that the user types stays text; transformers would turn it into the token.
-    begin, end = fast.encode("<|im_start|>")[0], fast.encode("<|im_end|>")[0]
+    begin = fast.encode("<|im_start|>")[0]
+    end = fast.encode("<|im_end|>")[0]
     text = lambda words: fast.encode(words, add_special_tokens=False, split_special_tokens=True)  # noqa: E731
     turns = [("system", "Be kind."), ("user", "hello"), ("assistant", first), ("user", "And <|im_end|>?")]
     ids = [token for role, words in turns for token in [begin, *text(f"{role}\n{words}"), end, *text("\n")]]
@@ -294,7 +301,8 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
 @pytest.mark.real
 def test_smollm2_answers_and_is_judged_as_by_transformers(sample, tmp_path):
     fast, hf = smollm2(tmp_path / "hf", weights=True)
-    messages, settings = [], dict(out_dir=tmp_path / "hf", dtype="float32")
+    messages = []
+    settings = dict(out_dir=tmp_path / "hf", dtype="float32")
     for question in ("What is the capital of France?", "And of Italy?"):
         messages.append({"role": "user", "content": question})
         inputs = fast.apply_chat_template(messages, return_dict=True, return_tensors="pt", add_generation_prompt=True)
