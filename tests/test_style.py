@@ -1,6 +1,8 @@
 """One idea a line: one assignment a statement, and no conditional expression inside another.
 
-    python tests/test_style.py [FILE ...]     # prints the offences in these files, or in all
+This prints the offences in all files, or in those that are named:
+
+    python tests/test_style.py [FILE ...]
 """
 
 import ast
