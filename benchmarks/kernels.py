@@ -5,13 +5,12 @@
 
 A row is one operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
 move over the rate of a copy, or FLOPs over the rate of a matmul, or for the loss head its three matmuls alone, all
-measured in the same run. The error is that of the outputs and gradients against eager PyTorch's. timing.py explains how
-a call is timed, operations.py what is compared.
+measured in the same run. The error is that of the outputs and gradients against the reference in float64. timing.py
+explains how a call is timed, operations.py what is compared.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -29,15 +28,16 @@ out = ""  # the record; default: benchmarks/records/kernels.json if all operatio
 class Problem:
     """Random inputs of an operation, in the form that a function takes. A seed gives all functions the same numbers."""
 
-    def __init__(self, operation: Operation, name: str, size: tuple, options: dict, seed=0):
-        self.function = operation.functions[name]
+    def __init__(self, operation: Operation, function: Callable, size: tuple, options: dict, seed=0, wide=False):
+        """wide: in float64, but the same numbers, rounded to the options' dtype."""
+        self.function = function
         self.options = options
         self.seed = seed
+        self.convert = to_double if wide else lambda x: x
         torch.manual_seed(seed)
-        tensors, self.constants = operation.inputs(size, options)
-        if operation.unpack and name != "nanocria":
-            tensors = operation.unpack(*tensors)
-        self.tensors = [tensor.requires_grad_() for tensor in tensors]
+        tensors, constants = operation.inputs(size, options)
+        self.tensors = [self.convert(tensor).requires_grad_() for tensor in operation.tensors_of(function, tensors)]
+        self.constants = [self.convert(constant) for constant in constants]
         self.doutputs = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
@@ -57,7 +57,7 @@ class Problem:
     def random_gradients(self, outputs) -> list[torch.Tensor]:
         """Random like the inputs, but independent of them; 1 for a loss, as in loss.backward()."""
         torch.manual_seed(self.seed + 1_000_000)
-        return [torch.randn(y.shape, **self.options) if y.ndim else torch.ones_like(y) for y in outputs]
+        return [self.convert(torch.randn(y.shape, **self.options)) if y.ndim else torch.ones_like(y) for y in outputs]
 
     def both(self) -> tuple[torch.Tensor, ...]:
         outputs = self.forward()
@@ -71,70 +71,73 @@ class Problem:
         return lambda: self.backward(outputs, retain_graph=True)
 
 
-def results(operation: Operation, name: str, size: tuple[int, ...], options: dict) -> list[torch.Tensor]:
-    """A function's outputs and gradients, for the numbers and in the form that every function gets."""
-    problem = Problem(operation, name, size, options)
+def to_double(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def exact_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
+    """Outputs and gradients of the reference in float64, for the numbers that every function gets."""
+    problem = Problem(operation, operation.reference, size, options, wide=True)
     outputs = problem.forward()
-    gradients = problem.backward(outputs)
-    if operation.unpack and name == "nanocria":
-        gradients = operation.unpack(*gradients)
-    return [x.detach() for x in (*outputs, *gradients)]
+    return [y.detach().double() for y in outputs], problem.backward(outputs)
 
 
-def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative difference ‖found − expected‖ / ‖expected‖ over the outputs and gradients of a function."""
-    errors = [float((y.float() - x.float()).norm() / x.float().norm()) for y, x in zip(found, expected, strict=True)]
+def largest_error(
+    operation: Operation, function: Callable, size: tuple[int, ...], options: dict, exact: tuple
+) -> float:
+    """The largest relative error ‖result − exact‖ / ‖exact‖ over the outputs and gradients of a function."""
+    outputs, gradients = exact
+    expected = [*outputs, *operation.tensors_of(function, gradients)]
+    results = Problem(operation, function, size, options).both()
+    errors = [float((y.detach().double() - x).norm() / x.norm()) for y, x in zip(results, expected, strict=True)]
     if not all(map(math.isfinite, errors)):
         raise ValueError("its result is not finite")
     return max(errors)
 
 
-def time_function(operation: Operation, name: str, size: tuple[int, ...], passes: list[str], options: dict) -> dict:
+def time_function(operation: Operation, function: Callable, size: tuple[int, ...], passes: list[str]) -> dict:
     """{pass: {'us', 'graph', 'host_us', 'peak_mib'}}; the peak is of forward and backward together."""
-    problems = [Problem(operation, name, size, options)]
+    problems = [Problem(operation, function, size, BF16_CUDA)]
     inputs = [*problems[0].tensors, *problems[0].constants]
     n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
-    problems += [Problem(operation, name, size, options, seed) for seed in range(1, n_sets)]
+    problems += [Problem(operation, function, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
     problems[0].both()  # compiles, and makes lasting allocations
     peak = timing.peak_mib(problems[0].both)
     times = {}
-    for pass_name in passes:
-        calls = [problem.call(pass_name) for problem in problems]
-        times[pass_name] = {**timing.gpu_time(calls), "host_us": timing.host_us(calls[0]), "peak_mib": peak}
+    for name in passes:
+        calls = [problem.call(name) for problem in problems]
+        times[name] = {**timing.gpu_time(calls), "host_us": timing.host_us(calls[0]), "peak_mib": peak}
     return times
 
 
-def measure_function(operation: Operation, name: str, size: tuple, passes: list[str], options: dict, eager) -> dict:
-    """time_function() plus the error against eager's results, if it had any, or for each pass the first line of the
-    exception. The run continues."""
+def measure_function(operation: Operation, function: Callable, size: tuple, passes: list[str], exact: tuple) -> dict:
+    """time_function() plus the error, or for each pass the first line of the exception. The run continues."""
     try:
-        error = largest_error(results(operation, name, size, options), eager) if eager else None
-        times = time_function(operation, name, size, passes, options)
-        return {pass_name: time | {"error": error} for pass_name, time in times.items()}
+        error = largest_error(operation, function, operation.checked(size), BF16_CUDA, exact)
+        times = time_function(operation, function, size, passes)
+        return {name: time | {"error": error} for name, time in times.items()}
     except Exception as exception:
         lines = str(exception).splitlines() or [""]
-        return {pass_name: {"failed": f"{type(exception).__name__}: {lines[0]}"} for pass_name in passes}
+        return {name: {"failed": f"{type(exception).__name__}: {lines[0]}"} for name in passes}
     finally:
         torch.cuda.empty_cache()
 
 
-def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict, options: dict) -> list[dict]:
+def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one per pass."""
     torch.compiler.reset()  # else the next size would count toward the recompilation limit
     passes = operation.work(size)
+    exact = exact_results(operation, operation.checked(size), BF16_CUDA)
     compiled = torch.compile(operation.functions["eager"], dynamic=False, fullgraph=True)
-    operation = replace(operation, functions=operation.functions | {"compile": compiled})
-    try:
-        eager = results(operation, "eager", size, options)
-    except torch.OutOfMemoryError:  # eager's own row says so
-        eager = None
-    measured = {label: measure_function(operation, label, size, list(passes), options, eager)
-                for label in operation.functions}  # fmt: skip
+    results = {
+        label: measure_function(operation, function, size, list(passes), exact)
+        for label, function in (operation.functions | {"compile": compiled}).items()
+    }
     rows = []
     for pass_name, work in passes.items():
         row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}
         row["floor_us"] = floor_us(operation, size, work, limits)
-        row["functions"] = {label: result[pass_name] for label, result in measured.items()}
+        row["functions"] = {label: result[pass_name] for label, result in results.items()}
         rows.append(row)
     return rows
 
@@ -162,6 +165,11 @@ def main(argv: list[str]) -> None:
     functorch_config.donated_buffer = False  # compiled backward passes run more than once
     for name in s.op:
         for size in OPERATIONS[name].sizes:
-            for row in measure_size(name, OPERATIONS[name], size, record.data, BF16_CUDA):
+            try:
+                rows = measure_size(name, OPERATIONS[name], size, record.data)
+            except torch.OutOfMemoryError:  # computing the reference; a function's own failure is in its row
+                print(f"{name} {size}: out of memory", flush=True)
+                continue
+            for row in rows:
                 record.add("rows", {key: row[key] for key in ("op", "shape", "pass")}, row)
     runner.finish(record)

@@ -4,7 +4,7 @@ All functions of an operation compute the same of the same numbers. Those of oth
 kernels.py adds 'compile', torch.compile of 'eager':
 
     nanocria    kernels/
-    eager       plain PyTorch: as Hugging Face's Llama writes it, or the kernel's reference
+    eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
     torch       PyTorch's own operator, if it has one; for attention sdpa_flash and sdpa_cudnn, by backend
 """
 
@@ -33,11 +33,22 @@ class Operation:
     inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
     work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes to measure
     functions: dict[str, Callable]
+    reference: Callable  # errors are measured against it, run in float64
     floor: Callable | None = None  # size -> calls whose times add up to the limit, if that is measured
     unpack: Callable | None = None  # if ours are packed: the differentiable tensors as the others take them
+    checked: Callable = staticmethod(lambda size: size)  # the size to measure errors at: smaller if float64 needs it
 
     def shape(self, size: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.dims.split(), size, strict=True))
+
+    def tensors_of(self, function: Callable, tensors: list) -> list:
+        """The differentiable tensors, or their gradients, as this function takes them."""
+        takes_packed = function in (self.functions["nanocria"], self.reference)
+        return tensors if takes_packed or not self.unpack else self.unpack(*tensors)
+
+
+def first_rows(size):
+    return (min(size[0], 1024), *size[1:])
 
 
 def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
@@ -47,16 +58,34 @@ def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
 # --- RMSNorm, with and without the addition before it, and LayerNorm ---
 
 
+def widen(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def eager_rms_norm(x, weight):
+    wide = widen(x)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def eager_layer_norm(x, weight, bias):
+    wide = widen(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    return weight * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) + bias
+
+
 def torch_rms_norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def torch_add_rms_norm(x, residual, weight):
-    total = x + residual
-    return torch_rms_norm(total, weight), total
+def after_add(norm):
+    def add_norm(x, residual, weight):
+        total = x + residual
+        return norm(total, weight), total
+
+    return add_norm
 
 
-def norm(name, native, rows, vectors, forward, backward):
+def norm(name, eager, native, rows, vectors, forward, backward):
     """A norm of `rows` tensors (N, C) and `vectors` of length C; its passes move `forward` and `backward` of (N, C)."""
 
     def inputs(size, options):
@@ -68,11 +97,8 @@ def norm(name, native, rows, vectors, forward, backward):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        functions={
-            "nanocria": partial(getattr(kernels, name), eps=EPS),
-            "eager": partial(getattr(reference, name), eps=EPS),
-            "torch": native,
-        },
+        functions={"nanocria": partial(getattr(kernels, name), eps=EPS), "eager": eager, "torch": native},
+        reference=partial(getattr(reference, name), eps=EPS),
     )
 
 
@@ -114,6 +140,7 @@ ROPE = Operation(
     inputs=rope_inputs,
     work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
     functions={"nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head), "eager": eager_rope},
+    reference=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
 # --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the others get two. ---
@@ -126,6 +153,7 @@ def glu(name, eager):
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
         functions={"nanocria": getattr(kernels, name), "eager": eager},
+        reference=getattr(reference, name),
         unpack=lambda gate_up: [half.contiguous() for half in gate_up.chunk(2, dim=-1)],
     )
 
@@ -134,7 +162,7 @@ def glu(name, eager):
 
 
 def eager_cross_entropy(logits, targets):
-    return F.cross_entropy(logits.float(), targets)
+    return F.cross_entropy(widen(logits), targets)
 
 
 def random_targets(n_rows, n_vocab, options):
@@ -147,6 +175,8 @@ CROSS_ENTROPY = Operation(
     inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
     functions={"nanocria": kernels.cross_entropy, "eager": eager_cross_entropy, "torch": F.cross_entropy},
+    reference=reference.cross_entropy,
+    checked=first_rows,
 )
 
 # --- The head and its loss: one pass forward and backward, whose limit is its three matmuls, measured ---
@@ -184,7 +214,9 @@ LINEAR_CROSS_ENTROPY = Operation(
         "nanocria": kernels.linear_cross_entropy,
         "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets),
     },
+    reference=reference.linear_cross_entropy,
     floor=matmuls_alone,
+    checked=first_rows,
 )  # fmt: skip
 
 # --- A linear layer in float8, beside bfloat16's: the MLP's of Llama 3.2 1B and 3.1 8B, gate and up, and down ---
@@ -214,7 +246,9 @@ FP8_LINEAR = Operation(
     inputs=linear_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
     functions={"nanocria": kernels.fp8_linear, "eager": F.linear},
+    reference=F.linear,
     floor=fp8_matmuls_alone,
+    checked=first_rows,
 )
 
 # --- All that a micro-batch does to a weight in float8: round it in forward, round and transpose it in backward ---
@@ -236,9 +270,21 @@ FP8_WEIGHT = Operation(
     inputs=lambda size, options: ([], (torch.randn(size, **options),)),
     work=lambda size: {"forward": {"bytes": 8 * math.prod(size)}},
     functions={"nanocria": partial(rounded_twice, quantize, transpose), "eager": eager_rounded_twice},
+    reference=eager_rounded_twice,
 )
 
 # --- Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D) ---
+
+
+def eager_attention(q, k, v):
+    """Scores, softmax and product one after the other, (B, H, T, T) in memory between them."""
+    _, n_time, n_head, head_dim = q.shape
+    q = q.transpose(1, 2)
+    k, v = (x.transpose(1, 2).repeat_interleave(n_head // x.shape[2], dim=1) for x in (k, v))
+    future = torch.ones(n_time, n_time, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(2, 3) * head_dim**-0.5).masked_fill(future, float("-inf"))  # (B, H, T, T)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2)
 
 
 def sdpa(backend, q, k, v):
@@ -267,10 +313,12 @@ FLASH_ATTENTION = Operation(
     work=attention_work,
     functions={
         "nanocria": kernels.flash_attention,
-        "eager": reference.flash_attention,
+        "eager": eager_attention,
         "sdpa_flash": partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION),
         "sdpa_cudnn": partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION),
     },
+    reference=reference.flash_attention,
+    checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
 # --- In-place updates, and NF4 dequantization. No gradients. ---
@@ -304,6 +352,12 @@ def updated(update):
     return step
 
 
+def adamw_from_zero(parameter, grad, low, *state):
+    """The first step of a float64 parameter, whose moments are 0."""
+    moments = [torch.zeros_like(parameter) for _ in range(2)]
+    return updated(reference.adamw)(parameter, grad, low, *moments, state[-1])
+
+
 def update_of(name, inputs, n_bytes):
     return Operation(
         dims="n",
@@ -311,6 +365,8 @@ def update_of(name, inputs, n_bytes):
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
         functions={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name))},
+        reference=adamw_from_zero,
+        checked=lambda size: (min(size[0], 2**20),),
     )
 
 
@@ -323,14 +379,17 @@ NF4 = Operation(
         "nanocria": lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts)),
         "eager": lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)),
     },
+    reference=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
+        kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
+        torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.float32, device=codes.device)),
 )  # fmt: skip
 
 # --- All of them ---
 
 OPERATIONS = {
-    "rms_norm": norm("rms_norm", torch_rms_norm, 1, 1, forward=2, backward=3),
-    "add_rms_norm": norm("add_rms_norm", torch_add_rms_norm, 2, 1, forward=4, backward=4),
-    "layer_norm": norm("layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), 1, 2, forward=2, backward=3),
+    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 1, forward=2, backward=3),
+    "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 1, 4, 4),
+    "layer_norm": norm("layer_norm", eager_layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), 1, 2, 2, 3),
     "rope": ROPE,
     "swiglu": glu("swiglu", lambda gate, up: F.silu(gate) * up),
     "geglu": glu("geglu", lambda gate, up: F.gelu(gate, approximate="tanh") * up),
