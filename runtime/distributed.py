@@ -119,12 +119,9 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor sharded like `like`, whose part on this rank is `part`, on any device.
 
-    DTensor.from_local() would move the part to the mesh's device. RuntimeError if PyTorch has no such constructor.
+    DTensor.from_local() would move the part to the mesh's device.
     """
-    try:
-        return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
-    except (AttributeError, TypeError) as error:
-        raise RuntimeError(f"PyTorch {torch.__version__} cannot build a DTensor from a part: {error}") from error
+    return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
 
 
 def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
