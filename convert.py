@@ -27,7 +27,7 @@ from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime import hf_config
-from runtime.checkpoint import Folder, is_meta, load_model, open_folder, read_newest, read_object
+from runtime.checkpoint import Damaged, Folder, is_meta, load_model, open_folder, read_newest, read_object
 from runtime.hf_config import model_type, read_config
 from runtime.hf_names import Rows, hf_rows, unwrapped_names
 from runtime.resume import hf_files
@@ -64,6 +64,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> s
         write_folder(partial, {"model": rows}, others, run)
         commit(partial, folder)
         return opened.adapter and opened.adapter["base_model_name_or_path"]
+    except Damaged:  # main() names the checkpoint before it
+        raise
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is not written: {error}") from error
     finally:

@@ -28,7 +28,8 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
 
 
 def add_input_options(parser: argparse.ArgumentParser, formats: Sequence[str] = ("text", "jsonl", "json")) -> None:
-    input_help = f"files, folders or pipes (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
+    kinds = "files, folders or pipes" if "text" in formats else "files or pipes"
+    input_help = f"{kinds} (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
     parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=input_help)
     format_help = "the format of every input (default: by the name of each; a pipe needs it)"
     parser.add_argument("--format", choices=formats, help=format_help)

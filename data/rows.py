@@ -63,7 +63,7 @@ def zstd_decompressor():
 DECOMPRESSORS = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
     ".bz2": bz2.BZ2Decompressor,
-    ".xz": lambda: lzma.LZMADecompressor(memlimit=DECOMPRESSOR_BYTES),
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=DECOMPRESSOR_BYTES),
     ".zst": zstd_decompressor,
 }
 

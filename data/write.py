@@ -43,7 +43,7 @@ def split_of(key: str, val_fraction: float) -> str:
 
 def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
     """Split by hash. Of the first texts the one with the smallest hash validates, and the one with the largest trains,
-    so that neither split is empty. ValueError for copies of a single text.
+    so that neither split is empty. If the first text is huge, it trains. ValueError for copies of a single text.
     """
     texts = iter(texts)
     first = []
@@ -51,12 +51,14 @@ def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]
     for text in texts:
         first.append(text)
         n_chars += len(text)
-        if n_chars >= FIRST_CHARS:
+        if n_chars >= FIRST_CHARS and text != first[0]:
             break
-    smallest = min(first, key=hash_of, default=None)
-    largest = max(first, key=hash_of, default=None)
-    if first and smallest == largest and n_chars < FIRST_CHARS:
+    if first and all(text == first[0] for text in first):
         raise ValueError("only one distinct document, but training and validation need one each: give more text")
+    largest = max(first, key=hash_of, default=None)
+    if first and len(first[0]) >= FIRST_CHARS:
+        largest = first[0]
+    smallest = min((text for text in first if text != largest), key=hash_of, default=None)
     for text in chain(first, texts):
         if text == largest:
             yield "train", text

@@ -190,11 +190,25 @@ def read_run(path: Path) -> dict | None:
     parts = digests.values() if isinstance(digests, dict) else [None]
     if not all(isinstance(of_file, list) and all(map(DIGEST.fullmatch, map(str, of_file))) for of_file in parts):
         raise Damaged(f"{path / 'run.json'} has no digests: expected a list of 'end sha256' for each file")
+    check_fields(run, path / "run.json")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
     if "base_dtype" in run.get("settings", {}):  # of an older version
         run["settings"]["quantize_base"] = run["settings"].pop("base_dtype").replace("bfloat16", "none")
     return run
+
+
+def check_fields(run: dict, path: Path) -> None:
+    """Raise ValueError for a run.json whose digest is right, but whose values are of other types or sizes."""
+    for name in run.keys() & {"settings", "versions", "dataset", "began_with"}:
+        if not isinstance(run[name], dict):
+            raise ValueError(f"{path} has {name} {run[name]!r:.40}: expected an object")
+    for name in run.keys() & {"step", "updates", "sequences"}:
+        if type(run[name]) is not int or not 0 <= run[name] < 2**53:
+            raise ValueError(f"{path} has {name} {run[name]!r:.40}: expected a number of steps or sequences")
+    for fields, name in ((run.get("settings", {}), "base_dtype"), (run.get("began_with", {}), "init_from")):
+        if not isinstance(fields.get(name, ""), str):
+            raise ValueError(f"{path} has {name} {fields[name]!r:.40}: expected a text")
 
 
 def verify(path: Path, run: dict | None, files: Iterable[str], i: int = 0, n: int = 1) -> None:
@@ -209,7 +223,7 @@ def verify(path: Path, run: dict | None, files: Iterable[str], i: int = 0, n: in
             parts.append((path / file, begin, expected))
             begin = int(expected.split()[0])
         if not (path / file).is_file():
-            raise Damaged(f"{path / file} is missing: copy or fetch the whole folder")
+            raise Damaged(f"{path / file} {not_a_file(path / file)}")
         if (path / file).stat().st_size != begin:
             raise Damaged(f"{path / file} has {(path / file).stat().st_size} bytes, but {begin} were saved")
 
@@ -304,16 +318,28 @@ def _say_unread(folder, single):
         print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
 
 
+def not_a_file(path: Path) -> str:
+    return "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
+
+
+def require_utf8(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{str(path)!r}: the safetensors package opens only names in UTF-8, rename it") from None
+
+
 def _open_tensors(path):
     if not path.is_file():  # opening a pipe would wait forever
-        problem = "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
-        raise Damaged(f"{path} {problem}")
+        raise Damaged(f"{path} {not_a_file(path)}")
+    require_utf8(path)
+    with open(path, "rb") as file:  # an OSError says why it cannot be opened, the package's does not
+        head = file.read(100)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        with open(path, "rb") as file:
-            if is_lfs_pointer(file.read(100)):
-                raise Damaged(f"{path} {LFS_ADVICE}") from error
+        if is_lfs_pointer(head):
+            raise Damaged(f"{path} {LFS_ADVICE}") from error
         raise Damaged(f"{path} is damaged, or not a safetensors file: {error!s:.200}") from error
 
 

@@ -44,6 +44,7 @@ from runtime.checkpoint import (
     read_base,
     read_file,
     read_weights,
+    require_utf8,
 )
 from runtime.distributed import (
     all_reduce_max,
@@ -99,6 +100,7 @@ def claim(out_dir: str) -> TextIO:
 
 
 def _claim(out_dir: Path) -> TextIO:
+    require_utf8(out_dir)
     if is_model(out_dir):
         if out_dir.name.startswith("step_"):
             advice = f"--out_dir={out_dir.parent} resumes from the newest one there"

@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,11 @@ def test_copies_share_a_split_which_their_hash_decides_and_both_splits_get_some(
 
 def test_the_first_document_trains_if_it_is_huge():
     assert next(split_texts(["huge " * 10**6, "small"], 1e-9))[0] == "train"
+
+
+def test_books_give_both_splits_a_document():
+    books = [letter * 11 * 10**5 for letter in "abcdef"]
+    assert {side for side, _ in split_texts(books, 1e-9)} == {"train", "val"}
 
 
 @pytest.mark.parametrize("n_bytes", [3_000, 20_000, 100_000, 600_000])
@@ -407,6 +413,24 @@ def test_a_small_parquet_file_takes_bounded_memory_whatever_its_footer_says(tmp_
     assert int(peak) < 250, "MiB"
 
 
+def test_only_reading_parquet_is_limited_in_memory(parquets, tmp_path, monkeypatch):
+    """A tokenizer in Rust aborts the process at a limit, and worker processes would inherit it."""
+    limits = []
+    encoded = fineweb_edu.write_tokens
+
+    def write_tokens(folder, documents, *arguments, **options):
+        def watched():
+            for document in documents:
+                limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+                yield document
+
+        return encoded(folder, watched(), *arguments, **options)
+
+    monkeypatch.setattr(fineweb_edu, "write_tokens", write_tokens)
+    fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
+    assert set(limits) == {resource.getrlimit(resource.RLIMIT_DATA)}
+
+
 @pytest.mark.parametrize("kind", [pyarrow.int64(), pyarrow.timestamp("us")])
 def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(tmp_path, kind):
     values = pyarrow.array([0, 2**62]).cast(kind)  # a date beyond Python's
@@ -419,9 +443,9 @@ def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(t
 
 def test_fineweb_refuses_a_row_over_the_limit_or_leaves_it_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fineweb_edu, "ROW_BYTES", 1000)
-    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["x" * 1001])
+    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["é" * 501])
     options = dict(tokenizer="bytes", val_fraction=0.2)
-    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 characters"):
+    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 bytes"):
         fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", **options)
     fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", errors="skip", **options)
     assert "left out by --errors skip: 1" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import re
 import shutil
 
@@ -52,6 +53,27 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(train_o
         assert "some machines do not see" in done.stderr and names == {"step_000010", "step_000020"}, done.stderr
     else:
         assert f"resumes   {tmp_path}/out/step_000020" in done.stdout and "step_000021" in names, done.stdout
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"settings": 5}, {"versions": [1]}, {"began_with": {"init_from": 5}}, {"step": "6"}, {"step": -3},
+        {"updates": 10**30}, {"sequences": "x"}, {"settings": {"base_dtype": 5}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_odd_values_in_a_run_json_with_the_right_digest_are_a_sentence(alone, tmp_path, odd):
+    shutil.copytree(alone / "step_000020", tmp_path / "step_000020")
+    edit_run(tmp_path / "step_000020", **odd)
+    with pytest.raises(ValueError, match=r"run\.json has .*: expected"):
+        read_run(tmp_path / "step_000020")
+
+
+def test_a_folder_that_safetensors_could_not_read_is_refused_before_training(train, tmp_path, capsys):
+    folder = os.fsdecode(os.fsencode(tmp_path / "od") + b"\xff")
+    assert "rename it" in error_of(train, capsys, out_dir=folder)
+    assert not os.path.exists(folder)
 
 
 def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys):

@@ -17,7 +17,6 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -92,29 +91,42 @@ def open_parquet(path: Path):
         refuse_lfs_pointer(file.read(100), path)
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # which stops at a limit cleanly
     try:
-        parquet = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)  # no whole row group at a time
-        list(parquet.schema_arrow.names)  # a damaged one is not UTF-8
+        with limited_memory(PARQUET_BYTES):
+            parquet = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)  # not a whole row group
+            list(parquet.schema_arrow.names)  # a damaged one is not UTF-8
         return parquet
     except (OSError, UnicodeDecodeError, MemoryError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
+def read_column(parquet, field: str) -> Iterator:
+    """Yield a column's values, ROWS in memory at a time. Only reading is limited: not all tokenizers can raise
+    MemoryError.
+    """
+    batches = parquet.iter_batches(ROWS, columns=[field], use_threads=False)
+    while True:
+        with limited_memory(PARQUET_BYTES):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield from batch.column(0)
+
+
 def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
-    """Yield (split, text) from an open ParquetFile, ROWS in memory at a time."""
+    """Yield (split, text) from an open ParquetFile."""
     import pyarrow
 
     require_text(parquet.schema_arrow, path, field)
     try:
-        columns = (batch.column(0) for batch in parquet.iter_batches(ROWS, columns=[field], use_threads=False))
-        for number, value in enumerate(chain.from_iterable(columns), start=1):
+        for number, value in enumerate(read_column(parquet, field), start=1):
             where = f"{path} row {number}"
             try:
                 text = field_of({field: value.as_py()}, field, where, bad)
             except UnicodeDecodeError as error:
                 bad(f"{where} is not UTF-8 text ({error})")
                 continue
-            if text and len(text) > ROW_BYTES:
-                bad(f"{where} has more than {ROW_BYTES:,} characters")
+            if text and 4 * len(text) > ROW_BYTES and len(text.encode()) > ROW_BYTES:
+                bad(f"{where} has more than {ROW_BYTES:,} bytes")
             elif text:
                 yield split_of(text, val_fraction), text
     except (OSError, MemoryError, pyarrow.ArrowException) as error:
@@ -198,7 +210,7 @@ def prepare(
             counts = finished_shard(folder, number, encoding, source)
             if counts is None:
                 path = Path(ask_hub("hf_hub_download", name) if input is None else name)
-                with limited_memory(PARQUET_BYTES), open_parquet(path) as parquet:
+                with open_parquet(path) as parquet:
                     progress = Progress(parquet.metadata.num_rows, f"{number + 1}/{len(names)} {path.name} ")
                     documents = read_documents(parquet, path, field, val_fraction, bad)
                     counts = write_shard(
