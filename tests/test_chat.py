@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from convert import convert
 from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
-from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
+from data.chat.template import LLAMA3_TEMPLATE, broken, encode_answers, encode_prompt, render, render_answers
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.vocabulary import Tiktoken
@@ -128,6 +128,14 @@ def test_templates_render_as_in_transformers(template, prompt):
     ("{{ 10**(10**10) }}", "bits"),
     ("{% set ns = namespace(a=3) %}{% for _ in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}", "bits"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
+    ("{{ 1 | round(1000000000, 'ceil') }}", "more than 300 decimals"),
+    ("{{ 1 | round(-1000000000) }}", "more than 300 decimals"),
+    ("{{ ('f' * 3000) | int(0, 16) // 3 }}", "bits"),
+    ("{{ ('a@' * 3000000) | urlize }}", "No filter named 'urlize'"),
+    ("{{ '%2000000000d' | format(1) }}", "bytes of memory"),
+    ("{{ '%2000000000d' | format(messages | length) }}", "bytes of memory"),
+    ("{% if 1 %}" + "{% for i in [1] %}" * 30 + "{% endfor %}" * 30 + "{% endif %}", "cannot be compiled: too many"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled: maximum recursion depth"),
 ])  # fmt: skip
 def test_a_template_that_fails_or_takes_too_much_or_reaches_out_of_its_sandbox_is_a_valueerror(
     template, message, monkeypatch
@@ -199,6 +207,12 @@ def test_non_text_and_answers_of_weight_0_are_not_learned():
     assert "us?er" in LLAMA3.decode(ids) and "??" in LLAMA3.decode(ids) and "4<|eot_id|>" in LLAMA3.decode(ids)
 
 
+def test_a_lone_surrogate_of_a_template_becomes_a_question_mark():
+    tokenizer = byte_tokenizer(".", SPECIAL)
+    tokenizer.templates = {"default": "{{ '\\ud800' }}" + PLAIN}
+    assert render(tokenizer, MESSAGES[1:2]) == "?user:2 + 2?\n"
+
+
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     """Even if the tokenizer would merge the end of the prompt with the start of the answer."""
     tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
@@ -220,6 +234,22 @@ def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypat
     assert sum(encoded) < 4 * len(text)
     assert LLAMA3.decode(i for i, target in zip(ids, is_target, strict=True) if target) == "4<|eot_id|>" * 100
     assert ids == encode(theirs(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, **BOS), special=True)
+
+
+def test_a_long_conversation_is_rendered_though_there_are_many_special_tokens(monkeypatch):
+    lengths = []
+
+    def counted(value, *more):
+        lengths.append(len(value) if isinstance(value, str) else 0)
+        return broken(value, *more)
+
+    monkeypatch.setattr("data.chat.template.broken", counted)
+    tokenizer = byte_tokenizer(r"(?s:.)", [*SPECIAL, *(f"{chr(33 + i % 90)}reserved_{i}" for i in range(251))])
+    tokenizer.templates = {"default": LLAMA3_TEMPLATE}
+    turns = [{"role": role, "content": f"{i} " * 200} for i in range(200) for role in ("user", "assistant")]
+    text = render_answers(tokenizer, turns)
+    assert text.count("\ufdd1") == 200
+    assert sum(lengths) < 2 * len(text), "messages are searched for special tokens once for each answer"
 
 
 def test_a_special_token_that_a_message_spells_out_stays_text():
@@ -456,6 +486,15 @@ def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fas
     text = reads(QWEN, {"messages": messages})
     assert '{"city": "<|im_end|>", "text": null}' in text
     assert reads.ids.count(258) == len(messages), "an argument became a special token"
+
+
+@pytest.mark.parametrize("arguments", ["[]", "", "[[1, 2]]", "null", "3", "{", "not JSON"])
+def test_arguments_that_are_no_json_object_stay_the_text_that_they_are(reads, fast, arguments):
+    called = copy.deepcopy(CALLED)
+    called["tool_calls"][0]["function"]["arguments"] = arguments
+    for template in (QWEN, DEEPSEEK):
+        theirs = fast.apply_chat_template([ASKED, called], chat_template=template, tokenize=False)
+        assert reads(template, {"messages": [ASKED, called]}) == theirs
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
@@ -814,6 +853,17 @@ def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(writt
     folder = written(*good[:3], bad, *good[3:], errors="skip")
     assert Tokens(folder, "train").meta["train_documents"] == 8
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
+
+
+def test_a_row_that_takes_a_template_too_long_is_skipped_too(written, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("data.chat.sandbox.MOST_SECONDS", 1)
+    slow = "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    huge = "{% endfor %}{% elif messages[0].content == 'huge' %}{{ 'a'.ljust(10**10) }}{% endif %}"
+    (tmp_path / "limits.jinja").write_text(slow + huge + PLAIN)
+    rows = [line(f"{i}?", str(i)) for i in range(9)]
+    written(*rows, line("slow", "a"), line("huge", "a"), template=tmp_path / "limits.jinja", errors="skip")
+    report = capsys.readouterr().out
+    assert "left out by --errors skip: 2, the first:" in report and "chats.jsonl:10" in report
 
 
 def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(written, tmp_path, monkeypatch):

@@ -19,11 +19,13 @@ from datetime import datetime
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_BYTES = 2**31  # of memory, for the texts of one conversation: a worker process that starts meanwhile inherits it
 MOST_SECONDS = 10  # of the processor's time
 MOST_BITS = 10_000  # of a number in a template
+MOST_DECIMALS = 300  # to round a number to: those of a float
 
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
@@ -61,13 +63,22 @@ def raise_timeout(signum, frame):
     raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
 
 
+def reason_of(error: Exception) -> str:
+    """Why a template failed, in a few words."""
+    if isinstance(error, MemoryError):
+        return f"it takes more than {MOST_BYTES:,} bytes of memory"
+    return f"{str(error) or type(error).__name__:.200}"
+
+
 @functools.lru_cache(maxsize=8)
-@bounded()  # Jinja computes constants as it compiles
 def compile_template(template: str) -> Template:
     try:
-        return make_environment().from_string(template)
+        with bounded():  # Jinja computes constants as it compiles
+            return make_environment().from_string(template)
     except TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno} of the chat template is not valid Jinja: {error.message}") from None
+    except Exception as error:  # nested too deeply for Jinja or Python, or constants that take too much
+        raise ValueError(f"the chat template cannot be compiled: {reason_of(error)}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -97,7 +108,7 @@ class Generation(Extension):
 class Environment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, with small numbers only: no signal interrupts an operation on huge ones."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "//", "%"))
 
     def call_binop(self, context, operator: str, left, right):
         if isinstance(left, int) and isinstance(right, int):
@@ -110,6 +121,8 @@ class Environment(ImmutableSandboxedEnvironment):
 def make_environment() -> Environment:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = to_json
+    environment.filters["round"] = round_number
+    del environment.filters["urlize"]  # takes time quadratic in a text's length, inside one operation
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
@@ -117,6 +130,13 @@ def make_environment() -> Environment:
 
 def raise_exception(message):
     raise TemplateError(message)
+
+
+def round_number(value: float, precision: int = 0, method: str = "common") -> float:
+    """Jinja's round, which computes 10**precision."""
+    if abs(precision) > MOST_DECIMALS:
+        raise ArithmeticError(f"a number is rounded to more than {MOST_DECIMALS} decimals")
+    return do_round(value, precision, method)
 
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -10,13 +10,13 @@ A chat template is a Jinja program that the makers of a model publish with its t
 itself, bos included. It comes with downloaded files, so it runs in a sandbox (data/chat/sandbox.py).
 """
 
-import functools
-import json
 import re
 from collections.abc import Callable
 
-from data.chat.formats import REASONING
-from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, MOST_BYTES, bounded, compile_template, names_read
+from jinja2 import Template
+
+from data.chat.formats import REASONING, parse_json
+from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, bounded, compile_template, names_read, reason_of
 from data.tokens import IS_TARGET, OPENS
 from data.vocabulary import Tokenizer, beginnings
 
@@ -90,16 +90,15 @@ def as_read(message: dict, names: frozenset[str]) -> dict:
 
 
 def parse_arguments(call: dict) -> dict:
+    """A call whose arguments are an object if they came as the JSON text of one; any other text stays what it is."""
     function = call.get("function", call)
     text = function.get("arguments")
     if not isinstance(text, str):
         return call
-    try:
-        function = function | {"arguments": Arguments(json.loads(text), text)}
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"it calls a tool with the arguments {text!r:.60}, expected the JSON text of an object"
-        ) from error
+    parsed = parse_json(text, dict)
+    if parsed is None:
+        return call
+    function = function | {"arguments": Arguments(parsed, text)}
     return call | {"function": function} if "function" in call else function
 
 
@@ -107,13 +106,11 @@ def parse_arguments(call: dict) -> dict:
 # Tokens
 
 
-@bounded()
 def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """The ids of a conversation up to where the assistant's next answer begins. ValueError as render."""
     return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
 
 
-@bounded()
 def render_answers(
     tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
 ) -> str:
@@ -139,12 +136,18 @@ def render_answers(
             raise ValueError(f"message {i + 1} has tool calls, which the chat template does not write")
         if not any(messages[i].get(name, "").strip() for name in written) and not messages[i].get("tool_calls"):
             raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
-    rendered = functools.partial(render, tokenizer, tools=tools, variables=variables)
-    marked = rendered(messages, keep_answers=True)
+    template = compile_template(template_of(tokenizer, tools))
+    inputs = inputs_of(tokenizer, messages, tools, variables)
+    marked = write(template, inputs)
     text = MARKS.sub("", marked)
     if marked != text:
         return marked_by_template(marked, messages)
-    return marked_by_prompts(text, rendered, messages, learned)
+
+    def write_first(n: int, add_generation_prompt: bool = False) -> str:
+        shorter = inputs | {"messages": inputs["messages"][:n], "add_generation_prompt": add_generation_prompt}
+        return MARKS.sub("", write(template, shorter))
+
+    return marked_by_prompts(text, write_first, learned)
 
 
 def marked_by_template(marked: str, messages: list[dict]) -> str:
@@ -162,16 +165,17 @@ def marked_by_template(marked: str, messages: list[dict]) -> str:
     return ANSWER_BLOCK.sub(lambda block: block[1] if next(weights) == 0 else block[0], marked)
 
 
-def marked_by_prompts(text: str, rendered: Callable, messages: list[dict], learned: list[int]) -> str:
+def marked_by_prompts(text: str, write_first: Callable, learned: list[int]) -> str:
     """The text with marks around what each message to learn adds to the text of the prompt before it.
 
-    ValueError if the template writes a message differently when others follow, as templates do that drop old thoughts.
+    write_first: gives the text of the first n messages. ValueError if the template writes a message differently when
+    others follow, as templates do that drop old thoughts.
     """
     done = 0
     parts = []
     for i in learned:
-        prompt = rendered(messages[:i], add_generation_prompt=True)
-        upto = rendered(messages[: i + 1]).rstrip()  # a newline may follow the end of turn
+        prompt = write_first(i, add_generation_prompt=True)
+        upto = write_first(i + 1).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
             if i == 0:
                 raise ValueError("the conversation begins with an answer: put a user or a system message before it")
@@ -204,33 +208,43 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
 
 
 def render(
-    tokenizer: Tokenizer,
-    messages: list[dict],
-    tools: list[dict] | None = None,
-    variables: dict | None = None,
-    add_generation_prompt: bool = False,
-    keep_answers: bool = False,
+    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = False
 ) -> str:
     """The text of messages in the tokenizer's template, with BREAK inside special tokens that the messages spell out.
 
-    keep_answers: with ANSWER and ANSWER_END around answers that the template marks itself. ValueError if the template
-    is broken or refuses the messages.
+    ValueError if the template is broken or refuses the messages.
     """
-    template = compile_template(template_of(tokenizer, tools))
+    inputs = inputs_of(tokenizer, messages, tools) | {"add_generation_prompt": add_generation_prompt}
+    return MARKS.sub("", write(compile_template(template_of(tokenizer, tools)), inputs))
+
+
+def inputs_of(
+    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
+) -> dict:
+    """What a template reads of a conversation, with BREAK inside the special tokens that it spells out."""
     names = names_read(template_of(tokenizer, tools))
     # transformers always defines these: templates compare them with none.
     given = {"documents": None} | (variables or {}) | {"tools": tools or None}
     given["messages"] = [as_read(message, names) for message in messages]
     given = {name: broken(value, tokenizer) for name, value in given.items()}
-    variables = tokenizer.named_tokens | given | {"add_generation_prompt": add_generation_prompt}
+    return tokenizer.named_tokens | given | {"add_generation_prompt": False}
+
+
+def write(template: Template, inputs: dict) -> str:
+    """What a template writes, with ANSWER and ANSWER_END around answers that it marks itself.
+
+    ValueError if it fails, or takes too much.
+    """
     try:
-        text = template.render(variables)
+        with bounded():
+            return without_surrogates(template.render(inputs))
     except Exception as error:  # a third-party program may raise anything
-        reason = str(error) or type(error).__name__
-        if isinstance(error, MemoryError):
-            reason = f"it takes more than {MOST_BYTES:,} bytes of memory"
-        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
-    return text if keep_answers else MARKS.sub("", text)
+        raise ValueError(f"the chat template cannot write this conversation: {reason_of(error)}") from error
+
+
+def without_surrogates(text: str) -> str:
+    """JSON and templates can hold lone surrogates, which UTF-8 cannot: each becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def broken(value, tokenizer: Tokenizer):
@@ -242,7 +256,7 @@ def broken(value, tokenizer: Tokenizer):
         return [broken(each, tokenizer) for each in value]
     if not isinstance(value, str):
         return value
-    value = value.encode("utf-8", "replace").decode()  # JSON can hold a lone surrogate: it becomes a question mark
+    value = without_surrogates(value)
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
     return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
