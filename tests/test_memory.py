@@ -242,9 +242,7 @@ def check_step(config, run, update=True):
     phase, parts = memory.parts(config, run)
     estimated = sum(part.bytes for part in parts if part.name != "cuBLAS workspaces")
     measured = peak_of_step(config, run, update)
-    # memory.py's rules are those of FSDP in PyTorch 2.11 to 2.14; in 2.15 it holds up to 9% more or less of these.
-    most = 0.1 if run.world_size > 1 and torch.__version__[:4] >= "2.15" else 0.04
-    assert abs(estimated / measured - 1) < most, f"estimated {estimated:,.0f} ({phase}), measured {measured:,} bytes"
+    assert abs(estimated / measured - 1) < 0.04, f"estimated {estimated:,.0f} ({phase}), measured {measured:,} bytes"
 
 
 def peak_of_step(config, run, update):
