@@ -32,7 +32,6 @@ def liger() -> Functions:
     return {
         "rms_norm": {"liger": lambda x, weight: liger.liger_rms_norm(x, weight, EPS)},
         "add_rms_norm": {"liger": lambda x, residual, w: liger.liger_fused_add_rms_norm(x, residual, w, EPS)},
-        "layer_norm": {"liger": lambda x, weight, bias: liger.liger_layer_norm(x, weight, bias, EPS)},
         "rope": {"liger": rope},
         "swiglu": {"liger": liger.liger_swiglu},
         "geglu": {"liger": liger.liger_geglu},

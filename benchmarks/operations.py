@@ -55,7 +55,7 @@ def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-# --- RMSNorm, with and without the addition before it, and LayerNorm ---
+# --- RMSNorm, with and without the addition before it ---
 
 
 def widen(x):
@@ -65,12 +65,6 @@ def widen(x):
 def eager_rms_norm(x, weight):
     wide = widen(x)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-
-
-def eager_layer_norm(x, weight, bias):
-    wide = widen(x)
-    centred = wide - wide.mean(-1, keepdim=True)
-    return weight * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) + bias
 
 
 def torch_rms_norm(x, weight):
@@ -85,12 +79,13 @@ def after_add(norm):
     return add_norm
 
 
-def norm(name, eager, native, rows, vectors, forward, backward):
-    """A norm of `rows` tensors (N, C) and `vectors` of length C; its passes move `forward` and `backward` of (N, C)."""
+def norm(name, eager, native, rows, forward, backward):
+    """A norm of `rows` tensors (N, C) and a weight of length C; its passes move `forward` and `backward` of (N, C)."""
 
     def inputs(size, options):
-        tensors = [torch.randn(size, **options) for _ in range(rows)]  # weights near 1, as in a trained model:
-        return tensors + [1 + 0.1 * torch.randn(size[1], **options) for _ in range(vectors)], ()
+        tensors = [torch.randn(size, **options) for _ in range(rows)]
+        weight = 1 + 0.1 * torch.randn(size[1], **options)  # near 1, as in a trained model
+        return [*tensors, weight], ()
 
     return Operation(
         dims="N C",
@@ -387,9 +382,8 @@ NF4 = Operation(
 # --- All of them ---
 
 OPERATIONS = {
-    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 1, forward=2, backward=3),
-    "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 1, 4, 4),
-    "layer_norm": norm("layer_norm", eager_layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), 1, 2, 2, 3),
+    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 2, 3),
+    "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 4, 4),
     "rope": ROPE,
     "swiglu": glu("swiglu", lambda gate, up: F.silu(gate) * up),
     "geglu": glu("geglu", lambda gate, up: F.gelu(gate, approximate="tanh") * up),

@@ -14,7 +14,6 @@ from .flash_attention import flash_attention_reference as flash_attention
 from .fp8_linear import fp8_linear_reference as fp8_linear
 from .glu import geglu_reference as geglu
 from .glu import swiglu_reference as swiglu
-from .layer_norm import layer_norm_reference as layer_norm
 from .linear import linear_reference as linear
 from .linear_cross_entropy import linear_cross_entropy_reference as linear_cross_entropy
 from .nf4 import dequantize_nf4_reference as dequantize_nf4

@@ -33,7 +33,6 @@ ON_CPU = 1.0, 0.1, 1, *OPTIONS
 REFUSED = {
     "rms_norm": [(X, zeros(3)), (zeros(1, 65537), zeros(65537)), (zeros(2, 0), zeros(0))],
     "add_rms_norm": [(X, X, zeros(5)), (X, zeros(3, 4), V), (X, HALF, V)],
-    "layer_norm": [(X, V, zeros(3)), (zeros(1, 65540), zeros(65540), zeros(65540))],
     "swiglu": [(zeros(2, 5),)],
     "geglu": [(zeros(2, 6), "erf")],
     "rope": [(zeros(1, 2, 4, 4), TABLE, TABLE, 1), (HEADS, TABLE, TABLE, 3), (HEADS, X, X, 1),

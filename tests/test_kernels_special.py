@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import kernels
 import test_kernels
@@ -32,7 +31,7 @@ from test_kernels import (
 )
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
 @pytest.mark.parametrize("x_dtype, weight_dtype", [(FP16, FP32), (BF16, FP32), (FP32, FP16), (FP64, FP32)], ids=str)
 def test_norms_take_weights_of_another_dtype(name, x_dtype, weight_dtype):
     inputs, constants = OPERATIONS[name].inputs(33, 257, x_dtype)
@@ -120,18 +119,11 @@ def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():
 
 @pytest.mark.parametrize("name, size, dtype", [
     *((name, 100, FP32) for name in ("swiglu", "geglu_tanh", "geglu_none")), ("cross_entropy", 1000, FP32),
-    ("rms_norm", 3000, FP16), ("layer_norm", 3000, FP16),  # the squares overflow fp16
+    ("rms_norm", 3000, FP16),  # the squares overflow fp16
 ])  # fmt: skip
 def test_large_values_do_not_overflow(name, size, dtype):
     (x, *weights), constants = OPERATIONS[name].inputs(4, 70, dtype)
     assert_matches_float64(OPERATIONS[name], (size * x, *weights), constants)
-
-
-def test_layer_norm_keeps_the_variance_of_rows_far_from_zero():
-    (x, *weights), _ = OPERATIONS["layer_norm"].inputs(4, 257, FP32)
-    found = kernels.layer_norm(x + 1000, *weights)
-    expected = F.layer_norm(x + 1000, (257,), *weights)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("save_gate_up", [True, False])
