@@ -173,10 +173,10 @@ class Attention(nn.Module):
             y = attention(q, k, v, doc_starts, self.how.attention)  # (B, T, H, D)
         elif n_time == 1:
             y = ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths)  # also caches k and v
-        else:  # a prompt or its continuation: hidden() has cut the cache to end with it
-            cache.k[:, -n_time:] = k
-            cache.v[:, -n_time:] = v
-            y = attention(q, cache.k, cache.v, None, self.how.attention)
+        else:  # prompts: the cache was empty
+            cache.k[:, :n_time] = k
+            cache.v[:, :n_time] = v
+            y = attention(q, k, v, None, self.how.attention)
         return ops.linear(y.flatten(2), self.o_proj)
 
 
@@ -332,20 +332,12 @@ class Llama(nn.Module):
             loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
 
         overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP, call this from forward, which gathers the
-        weights. caches: one KVCache per layer, extended by T tokens; T > 1 only if all rows hold equally many.
+        weights. caches: one KVCache per layer, extended by T tokens; T > 1 only if they are empty.
         """
         _, n_time = tokens.shape  # (B, T)
         if n_time > self.config.block_size:
             raise ValueError(f"{n_time} positions, but block_size is {self.config.block_size}")
-        if caches and doc_starts is not None:
-            raise ValueError("doc_starts with caches: generation treats each row as one document")
-        if caches and n_time > 1:
-            lengths = caches[0].lengths.tolist()
-            n_positions = caches[0].k.shape[1]
-            end = lengths[0] + n_time
-            if len(set(lengths)) > 1 or end > n_positions:
-                raise ValueError(f"{n_time} tokens per row do not fit after {lengths} in caches of {n_positions}")
-            caches = [cache._replace(k=cache.k[:, :end], v=cache.v[:, :end]) for cache in caches]
+        assert not caches or doc_starts is None, "generation treats each row as one document"
         x = self.tok_embeddings(tokens)  # (B, T, C)
         delta = None
         if caches:

@@ -92,6 +92,8 @@ def text_log_likelihood(
 def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
     log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
     n_bytes = len(text.encode())
+    if not n_bytes:
+        raise ValueError("the text is empty")
     perplexity = torch.tensor(-log_p / n_tokens, dtype=torch.float64).exp()  # math.exp raises where this is inf
     return {
         "perplexity": f"{perplexity:.4f} per token",
@@ -157,12 +159,6 @@ def without_headings(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def read_file(path: Path, format: str | None = None) -> list[tuple[str, dict]] | str:
-    """A JSON file's rows as (place, row), or any other file's text. format: "text"; None: by the file's name."""
-    format = format or format_of(path)
-    return whole_text(path) if format == "text" else list(read_rows(path, format, refuse))
-
-
 def refuse(sentence: str) -> None:
     raise ValueError(sentence)
 
@@ -179,12 +175,12 @@ def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
     """Return {metric: result} for a file. Raises OSError or ValueError for a file that is in none of the formats."""
-    content = read_file(path)
-    if not content:
+    format = format_of(path)
+    if format == "text":
+        return evaluate_text(model, tokenizer, whole_text(path), window, batch_size)
+    rows = list(read_rows(path, format, refuse))
+    if not rows:
         raise ValueError(f"{path} is empty")
-    if isinstance(content, str):
-        return evaluate_text(model, tokenizer, content, window, batch_size)
-    first = content[0][1]
-    if isinstance(first, dict) and "endings" in first:
-        return evaluate_choices(model, tokenizer, content, batch_size)
-    return evaluate_answers(model, tokenizer, content, batch_size)
+    if isinstance(rows[0][1], dict) and "endings" in rows[0][1]:
+        return evaluate_choices(model, tokenizer, rows, batch_size)
+    return evaluate_answers(model, tokenizer, rows, batch_size)

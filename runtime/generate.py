@@ -18,60 +18,34 @@ from model import KVCache, Llama, rope_tables
 from runtime.device import CUDAGraph, send_to_cpu
 
 
-def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:
-    """One cache per layer, with n_positions per row: empty, or with the first n_kept of old, which it frees."""
+def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
+    """One empty cache per layer, with n_positions per row."""
     c = model.config
     weight = model.tok_embeddings.weight
-    shape = n_batch, n_positions, c.n_kv_head, c.head_dim
     lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)
     tables = rope_tables(c, 0, n_positions, weight.device, torch.promote_types(weight.dtype, torch.float32))
-    caches = []
-    for _ in range(c.n_layer):
-        # Zeros: attention also multiplies the values at masked positions (by 0), so they must be finite.
-        caches.append(KVCache(*weight.new_zeros(2, *shape), lengths, *tables))
-        if n_kept:  # a layer at a time: there may be no room for all caches twice
-            for new, before in zip(caches[-1][:2], old.pop(0)[:2], strict=True):
-                new[:, :n_kept] = before[:, :n_kept]
-    return caches
+    # Zeros: attention also multiplies the values at masked positions (by 0), so they must be finite.
+    shape = 2, n_batch, n_positions, c.n_kv_head, c.head_dim
+    return [KVCache(*weight.new_zeros(shape), lengths, *tables) for _ in range(c.n_layer)]
 
 
-class PrefixCache:
-    """The caches of one text, for the next call of generate(): it reads only what follows the common prefix."""
-
-    caches = ()
-    text = ()  # the caches hold as many of its tokens as their lengths say
-
-    def take(self, model: Llama, texts: list[list[int]], n_positions: int) -> tuple[list[KVCache], int]:
-        """Caches of n_positions for texts, and how many tokens of texts[0] they hold: never its last, which is read."""
-        n_cached = int(self.caches[0].lengths[0]) if self.caches else 0
-        same = [old == new for old, new in zip(self.text[:n_cached], texts[0][:-1], strict=False)]
-        n_shared = [*same, False].index(False)
-        old = self.caches if n_shared else ()
-        self.caches = ()  # freed now, or layer by layer
-        self.caches = new_caches(model, len(texts), n_positions, old, n_shared)
-        self.text = texts[0]
-        return self.caches, n_shared
-
-
-def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]], start: int = 0) -> torch.Tensor:
-    """Fill the caches with the prompts; start: how many tokens of a single prompt they hold already. Returns the logits
-    (B, V) after each prompt, in fp32.
-    """
+def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]]) -> torch.Tensor:
+    """Fill the caches with the prompts, in place of what they hold. Returns the logits (B, V) after each, in fp32."""
     device = caches[0].lengths.device
     lengths = [len(prompt) for prompt in prompts]
     different = list(dict.fromkeys(map(tuple, prompts)))  # a prompt that is sampled several times is read once
     n = len(different)
     rows = torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
     tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
-    caches[0].lengths.fill_(start)
+    caches[0].lengths.zero_()
     first_rows = [cache._replace(k=cache.k[:n], v=cache.v[:n], lengths=cache.lengths[:n]) for cache in caches]
-    x = model.hidden(tokens[:, start:], caches=first_rows)  # (n, T, C)
+    x = model.hidden(tokens, caches=first_rows)  # (n, T, C)
     if n < len(prompts):
         for cache in caches:
             cache.k.copy_(cache.k[rows])
             cache.v.copy_(cache.v[rows])
     caches[0].lengths.copy_(torch.tensor(lengths))
-    return model.lm_head(x[rows, caches[0].lengths - 1 - start]).float()
+    return model.lm_head(x[rows, caches[0].lengths - 1]).float()
 
 
 def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
@@ -96,15 +70,13 @@ def generate(
     prompts: list[list[int]],
     max_new_tokens: int,
     eos: Collection[int] = (),
-    prefix: PrefixCache | None = None,
     **sampling,
 ) -> Iterator[list[int | None]]:
     """Continue each prompt by at most max_new_tokens, yielding at each step a list with the next token of each row.
 
-    A row ends before a token of eos and yields None from then on; generation stops when all rows have ended. prefix:
-    for a single prompt; what it shares with the previous text is not read again. sampling: sample()'s temperature,
-    top_k, top_p, min_p and generator. Past block_size the older half of a row is dropped and the rest read again.
-    ValueError, from the first next(), for an empty prompt and for numbers out of range.
+    A row ends before a token of eos and yields None from then on; generation stops when all rows have ended. sampling:
+    sample()'s temperature, top_k, top_p, min_p and generator. Past block_size the older half of a row is dropped and
+    the rest read again. ValueError, from the first next(), for an empty prompt and for numbers out of range.
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
@@ -114,7 +86,7 @@ def generate(
     texts = [list(prompt[-block_size:]) for prompt in prompts]
     running = [True] * len(prompts)
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
-    caches, start = (prefix or PrefixCache()).take(model, texts, n_positions)
+    caches = new_caches(model, len(texts), n_positions)
     step = partial(decode_step, model, caches)
     # A step is about 200 kernels of a few microseconds: launching them takes longer than running them.
     if on_gpu and model.how.kernels != "none":
@@ -132,14 +104,12 @@ def generate(
     longest = n_positions  # of the rows in the caches; the first time it makes the loop read the prompts
     for _ in range(max_new_tokens):
         if longest == n_positions:
-            caches[0].lengths.zero_()  # first: Ctrl-C must not leave a prefix whose caches are another text's
             for text, runs in zip(texts, running, strict=True):
                 if len(text) > block_size or not runs:
                     # Keep one token of a row that has ended: if full, it would have all rows read again at every token.
                     del text[: -(block_size // 2 + 1) if runs else -1]
-            logits = read_prompts(model, caches, texts, start)
+            logits = read_prompts(model, caches, texts)
             longest = max(map(len, texts))
-            start = 0
         else:
             logits = step(tokens)
             longest += 1

@@ -30,7 +30,7 @@ def root_and_seed(monkeypatch):
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """Restore the signal handlers after each test."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
@@ -107,7 +107,7 @@ def sample(tmp_path, monkeypatch, capsys):
         settings = {"out_dir": tmp_path / "out", "device": "cpu"} | settings
         if "evaluate" not in settings:
             settings = {"max_new_tokens": 12} | settings
-        if not settings.keys() & {"chat", "evaluate", "prompt_file"}:
+        if not settings.keys() & {"chat", "evaluate"}:
             settings = {"prompt": "def "} | settings
         monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

@@ -3,34 +3,22 @@
 pytest tests/test_generate.py        without a GPU the kernels run through Triton's interpreter
 """
 
-import itertools
 import math
-import re
 
 import pytest
 import torch
 
 import kernels
 import kernels.reference
-from model import document_starts
 from runtime.checkpoint import load_model
 from runtime.evaluate import log_likelihoods
-from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
+from runtime.generate import decode_step, generate, new_caches, read_prompts, sample
 from tests.published import publish
 from tests.test_model import DEVICE, FP64, PLAIN, batch, build, error, needs_gpu
 
 
 def prompts_of(*lengths):
     return [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """How many tokens of its first prompt each call of read_prompts reads."""
-    found = []
-    read = lambda *inputs: (found.append(len(inputs[2][0]) - sum(inputs[3:])), read_prompts(*inputs))[1]  # noqa: E731
-    monkeypatch.setattr("runtime.generate.read_prompts", read)
-    return found
 
 
 def texts(model, prompts, n=12, seed=0, **settings):
@@ -92,13 +80,14 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
     assert len(ended) == max(ends) + 1 < 30 and ends[0] != ends[1]
 
 
-def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
+def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(monkeypatch):
     model = build(block_size=16, **PLAIN)
     prompts = prompts_of(16, 2)
     eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full row ends at once
     alone = [read_alone(model, prompts[1], 10)]
     assert eos.isdisjoint(alone[0])
-    reads.clear()
+    reads = []
+    monkeypatch.setattr("runtime.generate.read_prompts", lambda *inputs: reads.append(1) or read_prompts(*inputs))
     found = list(generate(model, prompts, 10, temperature=0, eos=eos))
     assert [[tokens[1] for tokens in found]] == alone and {tokens[0] for tokens in found} == {None}
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
@@ -106,22 +95,14 @@ def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
 
 @pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"checkpointing": "full"} | PLAIN])
 @torch.no_grad()
-def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(settings):
+def test_steps_behind_a_prompt_give_the_logits_of_the_whole_text(settings):
     model = build(**settings)
     tokens = batch(n_time=9)[0]
-    for rows, start, end in ((1, 1, 6), (1, 4, 6), (2, 0, 9)):  # a prefix, one that leaves one token to read, none
-        caches = new_caches(model, rows, 9)
-        text = tokens[:rows, :end]
-        read_prompts(model, caches, text[:, : start or 1].tolist())
-        logits = [read_prompts(model, caches, text[:, :5].tolist(), start)]
-        logits += [decode_step(model, caches, text[:, i]) for i in range(5, end)]
-        assert error(torch.stack(logits, dim=1), model(text)[:, 4:]) < 1e-6  # they are rounded to float32
-    for held in ([9, 9], [6, 6], [3, 2]):
-        caches[0].lengths.copy_(torch.tensor(held))
-        with pytest.raises(ValueError, match=re.escape(f"4 tokens per row do not fit after {held} in caches of 9")):
-            model.hidden(tokens[:, :4], caches=caches)
-    with pytest.raises(ValueError, match="doc_starts with caches"):
-        model.hidden(tokens, document_starts(tokens, 0), caches)
+    caches = new_caches(model, len(tokens), 9)
+    for _ in range(2):  # the second time in place of what the caches hold
+        logits = [read_prompts(model, caches, tokens[:, :5].tolist())]
+        logits += [decode_step(model, caches, tokens[:, i]) for i in range(5, 9)]
+        assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6  # they are rounded to float32
 
 
 @torch.no_grad()
@@ -130,30 +111,6 @@ def test_angles_and_logits_are_fp32_beside_bf16_weights():
     caches = new_caches(model, 1, 9)
     logits = read_prompts(model, caches, [[1]]), decode_step(model, caches, torch.tensor([2], device=DEVICE))
     assert {x.dtype for x in (caches[0].cos, caches[0].sin, *logits)} == {torch.float32}
-
-
-@pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])
-def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, reads):
-    model = build(block_size=32, **settings)
-    prefix = PrefixCache()
-    history = []
-    turns = [  # tokens of the history in the prompt, new ones after them, max_new_tokens, tokens taken, tokens read
-        (0, 4, 5, 5, [4]),
-        (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, but not read
-        (6, 5, 3, 3, [5]),  # the template writes the first answer differently
-        (11, 0, 6, 2, [1]),  # the same prompt again: its last token is read, for its logits. Ctrl-C ends the answer
-        (12, 10, 25, 25, [10, 17]),  # the context fills up: its older half is dropped
-        (47, 3, 4, 4, [32, 17]),  # a prompt that is longer than the context
-        (4, 2, 3, 3, [6]),
-    ]
-    for seed, (n_kept, n_new, n, n_taken, expected) in enumerate(turns):
-        prompt = history[:n_kept] + batch(1, n_new + 1, seed=seed)[0][0, :n_new].tolist()
-        reads[:] = []
-        drawn = generate(model, [prompt], n, prefix=prefix, temperature=0)
-        answer = [token for (token,) in itertools.islice(drawn, n_taken)]
-        drawn.close()
-        assert (answer, reads) == (read_alone(model, prompt, n_taken), expected), f"turn {seed + 1}"
-        history = prompt + answer
 
 
 @needs_gpu
@@ -273,8 +230,3 @@ def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
     ):
         with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, but the model has {n:,} tokens"):
             beyond()
-
-
-def test_generate_leaves_autograd_on_for_the_caller():
-    next(generate(build(n_layer=1, **PLAIN), [[1]], 2))
-    assert torch.is_grad_enabled()
