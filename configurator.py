@@ -17,13 +17,11 @@ every plain value in it must be a setting or have a name that starts with an und
 
 import ast
 import difflib
-import io
 import os
 import re
 import runpy
 import sys
 import textwrap
-import tokenize
 import types
 import typing
 from dataclasses import dataclass
@@ -32,14 +30,6 @@ from pathlib import Path
 PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all serialize to JSON
 WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
-FORMER = {  # settings of older versions
-    "fused_kernels": "it is now kernels=none, blocks or all", "fused_loss": "it is now kernels=none, blocks or all",
-    "base_dtype": "it is now quantize_base=none or nf4",
-    "beta1": "it is now a constant in optimizers/adamw.py", "beta2": "it is now a constant in optimizers/adamw.py",
-    "galore_interval": "it is now a constant in optimizers/galore.py", "galore_scale": "it is now always 1",
-    "wandb_project": "wandb reads the environment variable WANDB_PROJECT",
-    "wandb_run_name": "wandb reads the environment variable WANDB_NAME",
-}  # fmt: skip
 
 
 class SettingError(Exception):
@@ -94,9 +84,7 @@ def preview(script: str | Path, argv: list[str]) -> dict:
 def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
     """The settings that a script declares, and their defaults."""
     source = Path(namespace["__file__"]).read_text(encoding="utf-8")
-    lines = ["", *source.splitlines()]  # 1-based, as in ast and tokenize
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}
+    lines = ["", *source.splitlines()]  # 1-based, as in ast
     settings = {}
     values = {}
     group = "settings"
@@ -118,10 +106,11 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
         values[name] = check(name, options, default)
 
         first = node.lineno  # of the comment lines above
-        while first - 1 in comments and lines[first - 1].startswith("#"):
+        while lines[first - 1].startswith("#"):
             first -= 1
-        group = " ".join(comments[row] for row in range(first, node.lineno)).strip() or group
-        settings[name] = Setting(options, group, comments.get(node.end_lineno, ""))
+        group = " ".join(line.strip("#- ") for line in lines[first : node.lineno]).strip() or group
+        comment = lines[node.end_lineno].partition("  # ")[2]
+        settings[name] = Setting(options, group, comment)
     return settings, values
 
 
@@ -168,15 +157,10 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
 
 def read_file(path: str, settings: dict, script: str) -> dict:
     """The settings that a config file assigns, checked. A mistake in its Python has Python's own traceback."""
-    if not os.path.isfile(path):
+    if not os.path.isfile(path) or not path.endswith(".py"):
         # Compare file stems: the folder and .py would make all names similar.
-        folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
-        files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
-        if os.path.isdir(path) and "out_dir" in settings:
-            raise SettingError(f"{path} is a folder, not a config file. Did you mean --out_dir={path}?")
-        raise SettingError(f"config file {path} does not exist{did_you_mean(Path(path).stem, files)}")
-    if not path.endswith(".py"):
-        raise SettingError(f"{path} is not a config file: it must be a .py file of assignments, such as batch_size = 4")
+        files = {file.stem: f"config/{file.name}" for file in Path(script).resolve().parent.glob("config/*.py")}
+        raise SettingError(f"there is no config file {path} (a .py file){did_you_mean(Path(path).stem, files)}")
     sys.path.append(str(Path(path).resolve().parent))  # it may build on another beside it
     values = {}
     for name, value in runpy.run_path(path).items():
@@ -219,12 +203,7 @@ def check(label: str, options: list, *readings):
 
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
-    if name == "config":
-        hint = ": name a config file without --config, as in python train.py config/baby_llama.py"
-    elif name in FORMER:
-        hint = f": {FORMER[name]}"
-    else:
-        hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
+    hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
@@ -235,24 +214,19 @@ def did_you_mean(word, candidates: dict[str, str]) -> str:
 
 
 def help_text(namespace: dict, settings: dict, values: dict) -> str:
-    """The script's first paragraph, then each setting with its type, its value and its comment."""
-    rows = {}
-    for name, setting in settings.items():
-        choices = [spell(option) for option in setting.options if isinstance(option, str | int)]
-        kinds = [option if isinstance(option, type) else type(option) for option in setting.options]
-        kind = "|".join(dict.fromkeys(kind.__name__ for kind in kinds)).replace("NoneType", "none")
-        comment = ": ".join(filter(None, ["|".join(choices), setting.comment]))
-        rows[name] = [f"  --{name}", kind, spell(values[name]), comment]
-    # A long value, such as a dict, shifts only its own comment to the right.
-    widths = [max((len(row[i]) for row in rows.values() if len(row[i]) < 32), default=0) for i in range(3)]
-
+    """The script's first paragraph, then each setting with its value, its choices and its comment."""
     purpose = (namespace.get("__doc__") or "").strip().split("\n\n")[0]
     out = [purpose, "", f"usage: python {os.path.relpath(namespace['__file__'])} [CONFIG.py] [--key=value]"]
-    for group in dict.fromkeys(setting.group for setting in settings.values()):
-        out += ["", group]
-        for *cells, comment in (rows[name] for name in settings if settings[name].group == group):
-            line = "  ".join([*map(str.ljust, cells, widths), comment]).rstrip()
-            out += textwrap.wrap(line, 120, subsequent_indent=" " * (sum(widths) + 6), break_on_hyphens=False)
+    width = max(map(len, settings), default=0)
+    group = None
+    for name, setting in settings.items():
+        if setting.group != group:
+            group = setting.group
+            out += ["", group]
+        choices = "|".join(spell(option) for option in setting.options if isinstance(option, str | int))
+        comment = ": ".join(filter(None, [choices, setting.comment]))
+        line = f"  --{name:<{width}}  {spell(values[name]):<13}  {comment}".rstrip()
+        out += textwrap.wrap(line, 120, subsequent_indent=" " * (width + 21), break_on_hyphens=False)
     return "\n".join(out).strip()
 
 

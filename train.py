@@ -247,7 +247,7 @@ def learning_rate_at(step: int) -> float:
 phase = "starting"
 log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_size, max_iters=max_iters,
              flops_per_token=model.flops_per_token(block_size), log_interval=log_interval)  # fmt: skip
-log.header(model, run_shape, train_data, warmup_iters)
+log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
 run_info["began_with"] = start_state["began_with"]

@@ -130,9 +130,7 @@ class OnCPU(Place):
             self._free_copied()
             self.copying_group = group
         grad = local(parameter.grad)
-        if name in self.norms:  # another backward's has arrived: add it, as .grad would
-            torch.cuda.current_stream().wait_stream(self.stream)
-            grad.add_(self.pinned_grads[name].to(grad.device))
+        assert name not in self.norms, f"{name} has a gradient from another backward: call accumulate() after each"
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -183,13 +181,12 @@ class OnCPU(Place):
 
     def gradients(self):
         self._finish_sums()
-        has_new_grads = self.norms or any(p.grad is not None for p in self.parameters.values())
-        if self.sums and (has_new_grads or self.sums_are_stale):  # as in OnDevice
-            self.accumulate()
+        if self.sums:
+            assert not self.norms and not self.sums_are_stale, "call accumulate() after every backward, or never"
+            self.require_no_grads()
         if self.stream is not None:
             self.stream.synchronize()
             self.copying.clear()
-        self._finish_sums()
         return self.sums or self._offloaded_grads()
 
     def norm(self):

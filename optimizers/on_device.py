@@ -35,19 +35,14 @@ class OnDevice(Place):
             parameter.grad = None
 
     def gradients(self):
-        if self.sums and any(p.grad is not None for p in self.parameters.values()):
-            self.accumulate()  # the last micro-batch, or the only one of a step after one with several
-        if self.sums:
-            return {name: local(total) for name, total in self.sums.items()}
-        return {name: local(gradient_of(name, p)) for name, p in self.parameters.items()}
+        if not self.sums:
+            return {name: local(gradient_of(name, p)) for name, p in self.parameters.items()}
+        self.require_no_grads()
+        return {name: local(total) for name, total in self.sums.items()}
 
     def norm(self) -> torch.Tensor:
-        # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
-        grads = list(self.gradients().values())
-        if hasattr(torch, "_foreach_norm"):  # one launch for all, but private
-            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-        else:
-            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16. One launch for all:
+        norms = torch._foreach_norm(list(self.gradients().values()), 2, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):

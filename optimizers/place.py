@@ -91,6 +91,10 @@ class Place:
         """This rank's part of a parameter's master, and of its states."""
         return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
 
+    def require_no_grads(self) -> None:
+        grads = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        assert not grads, f"{grads[0]} has a gradient beside its sum: call accumulate() after every backward, or never"
+
     def drop_grads(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -35,7 +35,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from kernels import add_ranks
 from model import Llama
@@ -47,8 +46,6 @@ def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
     """True if copy engines can serve all ranks: those that share a copy of the model reach each other's GPU memory."""
     possible = (
         device != "cpu" and shard_ranks > 1 and offload != "all" and local_world_size % shard_ranks == 0
-        and torch.version.cuda is not None  # NVIDIA's
-        and hasattr(FSDPModule, "set_custom_reduce_scatter")
         and all(torch.cuda.can_device_access_peer(local_rank, i) for i in range(local_world_size) if i != local_rank)
     )  # fmt: skip
     return all_reduce_max([not possible])[0] == 0
@@ -152,34 +149,27 @@ class Buffers:
         Every rank must call it in the same order. The first use of a buffer waits for the other ranks.
         """
         if len(self.buffers) < self.count:
-            try:
-                import torch.distributed._symmetric_memory as symmetric_memory
+            import torch.distributed._symmetric_memory as symmetric_memory
 
-                buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
-                torch.cuda.synchronize()  # else zeroing it and its signals could erase another rank's first signal
-                self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
-            except (ImportError, AttributeError, TypeError) as error:
-                raise RuntimeError(f"PyTorch {torch.__version__} has no such symmetric memory: {error}") from error
+            buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
+            torch.cuda.synchronize()  # else zeroing it and its signals could erase another rank's first signal
+            self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
             self.times_full[buffer.data_ptr()] = 0
             self.buffers.append(buffer)
             memory_stats.uncounted_bytes += buffer.nbytes
         buffer = self.buffers[self.turn % self.count]
         self.turn += 1
-        if numel > len(buffer) or dtype != buffer.dtype:
-            self._refuse(f"{numel} elements of {dtype}, more than {len(buffer)} of {buffer.dtype}")
+        assert numel <= len(buffer) and dtype == buffer.dtype, (numel, dtype, buffer.shape, buffer.dtype)
         pads, me, others = self._signals(buffer)
         for other in others:  # wait until it has read the old content
             on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.times_full[buffer.data_ptr()])
         return buffer[:numel]
 
-    def _refuse(self, what: str):
-        raise RuntimeError(f"FSDP of PyTorch {torch.__version__} passes {what}: add --copy_engines=false")
-
     def _signals(self, buffer: torch.Tensor) -> tuple[list[int], int, list[int]]:
         """The signal pads of all ranks, this rank, and the other ranks, in an order that starts at a different one on
         each rank. A pad has two counters per rank: how often its buffer was full, and how often it has read this one.
         """
-        handle = self.handles.get(buffer.data_ptr()) or self._refuse("memory of its own")
+        handle = self.handles[buffer.data_ptr()]
         others = [(handle.rank + step) % handle.world_size for step in range(1, handle.world_size)]
         return handle.signal_pad_ptrs, handle.rank, others
 

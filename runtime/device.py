@@ -107,8 +107,6 @@ class Profiler:
         if enabled:
             if self.folder.is_symlink():  # nothing is written through links
                 self.folder.unlink(missing_ok=True)
-            if self.folder.exists() and not self.folder.is_dir():
-                stop(f"{self.folder} is a file, and --profile=true needs a folder of this name: move the file away")
             schedule = torch.profiler.schedule(wait=self.STEPS - 5, warmup=2, active=3, repeat=1)
             self.trace = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
             self.trace.start()
@@ -128,7 +126,6 @@ class Profiler:
     def stop(self) -> None:
         if self.trace and 0 < self.n_steps < self.STEPS:
             self.trace.stop()
-            print0(f"the profile is incomplete: it traces a run's steps {self.STEPS - 2} to {self.STEPS}")
 
     def _write(self, trace):
         torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=f"rank{rank}")(trace)

@@ -31,10 +31,7 @@ def say(*args, **kwargs) -> None:
     """Print. A failure to print does not end the run."""
     # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
     with contextlib.suppress(OSError, RuntimeError):
-        try:
-            print(*args, flush=True, **kwargs)
-        except UnicodeEncodeError:  # an ASCII log, a folder with a non-ASCII name
-            print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
+        print(*args, flush=True, **kwargs)
 
 
 def print0(*args, **kwargs) -> None:

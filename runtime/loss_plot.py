@@ -5,51 +5,36 @@ Tokens, of all ranks together, and hours count training alone, without evaluatio
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from data.files import atomic_write
-from runtime.checkpoint import newest
-
-LONGEST_LINE = 2**16  # bytes; a line of metrics.jsonl has a few hundred
 
 
 class Losses(NamedTuple):
     """Points are (steps, tokens, hours, loss)."""
 
-    folder: Path
     train: list[tuple]  # one for each line of the log
     val: list[tuple]  # one for each evaluation
     bits_per_byte: float | None  # of a finished run that evaluated on all of its validation text
-    settings: dict  # {} if the run has saved nothing yet
 
 
 def read_json(path: Path) -> dict:
     """{} if there is no such file; ValueError that names it if it cannot be read."""
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} cannot be read: it holds no JSON object")
-    return content
 
 
-def metrics_of(path: Path) -> Iterator[dict]:
-    """The lines of metrics.jsonl. Skips what is none: a killed run's last line, another program's, one without end."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LONGEST_LINE)
-                continue
-            with contextlib.suppress(ValueError, RecursionError):
-                metrics = json.loads(line)
-                if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
-                    yield metrics
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl. Skips what is none: a killed run's last line, zeros from a machine that went down."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def read_losses(folder: Path) -> Losses:
@@ -62,29 +47,22 @@ def read_losses(folder: Path) -> Losses:
     hours = 0.0
     tokens_per_step = 0
     hours_per_step = 0.0
-    for row in metrics_of(path):
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # a loss that is not finite
-            if "loss" in row:  # its speed and time are means over the steps since the previous line
-                tokens_per_step = round(row["tok_per_s"] * row["ms"] / 1000)
-                hours_per_step = row["ms"] / 3.6e6
-            n_steps = row["step"] - steps
-            point = row["step"], tokens + n_steps * tokens_per_step, hours + n_steps * hours_per_step
-            if "loss" in row:
-                train.append((*point, float(row["loss"])))
-                steps, tokens, hours = point
-            elif "val_loss" in row:
-                val.append((*point, float(row["val_loss"])))
+    for row in read_metrics(path):
+        if "ms" in row:  # its speed and time are means over the steps since the previous line
+            tokens_per_step = round(row["tok_per_s"] * row["ms"] / 1000)
+            hours_per_step = row["ms"] / 3.6e6
+        n_steps = row["step"] - steps
+        point = row["step"], tokens + n_steps * tokens_per_step, hours + n_steps * hours_per_step
+        if row.get("loss") is not None:  # None: not finite
+            train.append((*point, row["loss"]))
+            steps, tokens, hours = point
+        elif row.get("val_loss") is not None:
+            val.append((*point, row["val_loss"]))
     if not train:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
-    checkpoint = newest(folder)
-    saved = read_json(checkpoint / "run.json") if checkpoint else {}
-    summary = read_json(folder / "summary.json")
-    settings = saved.get("settings") or summary.get("settings", {})  # a resumed run still has the last run's summary
-    bits_per_byte = None
-    with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # no summary, or an earlier run's
-        if summary["curve"][-1][0] == train[-1][0]:
-            bits_per_byte = float(summary["bits_per_byte"])
-    return Losses(folder, train, val, bits_per_byte, settings if isinstance(settings, dict) else {})
+    summary = read_json(folder / "summary.json")  # of an earlier end, if the run went on
+    is_of_this_end = "curve" in summary and summary["curve"][-1][0] == train[-1][0]
+    return Losses(train, val, summary.get("bits_per_byte") if is_of_this_end else None)
 
 
 def smoothed(points: Sequence[tuple]) -> list[float]:

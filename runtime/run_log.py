@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, time
-from typing import NamedTuple
 
 import torch
 
-from data.files import atomic_write, display_path, open_to_write, read_small, write_json
+from data.files import atomic_write, display_path, open_to_write, write_json
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
@@ -33,7 +32,7 @@ from runtime.distributed import (
     stop_on_error,
     world_size,
 )
-from runtime.loss_plot import draw_losses, metrics_of, read_losses
+from runtime.loss_plot import draw_losses, read_losses, read_metrics
 from runtime.memory import RunShape, peak_gib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,17 +76,6 @@ def percent(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
 
 
-class Line(NamedTuple):
-    """A line of the log whose numbers may still be on the GPU."""
-
-    step: int
-    lr: float
-    names: list[str]
-    means: Callable[[], list[float]]  # waits for them
-    n_steps: int
-    data_seconds: float
-
-
 class RunLog:
     """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
     log.open(first_step, on_not_finite)         # starts the clock and metrics.jsonl
@@ -112,7 +100,7 @@ class RunLog:
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
         self.versions = versions(device)
-        self.line: Line | None = None  # not written yet
+        self.pending = []  # a line that is not written yet: its numbers may still be on the GPU
         self.sums = {}  # of each number, over the steps since the last line
         self.steps_since_line = 0
         self.data_seconds = 0.0
@@ -129,7 +117,7 @@ class RunLog:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
-    def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
+    def header(self, model: Llama, run: RunShape, data: Blocks) -> None:
         config = model.config
         self.model_facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -151,13 +139,8 @@ class RunLog:
         )
         if data.packing:
             print0(f"          {data.packing}")
-        vocab_size = data.meta["vocab_size"]
-        if config.vocab_size > vocab_size:
-            print0(f"          its vocabulary is {vocab_size:,} of the model's {config.vocab_size:,} tokens")
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
-        if warmup_iters >= steps:
-            print0(f"warm-up   of {warmup_iters:,} steps, in a run of {steps:,}: the learning rate never peaks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
@@ -179,7 +162,7 @@ class RunLog:
             old = path.rename(path.with_name("metrics.jsonl.old"))
             print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
         with atomic_write(path) as file:
-            for metrics in metrics_of(path):
+            for metrics in read_metrics(path):
                 if metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
         self.file = open_to_write(path, "a")
@@ -192,10 +175,7 @@ class RunLog:
         options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
         path = self.out_dir / "wandb_id"
         if first_step and path.exists():
-            run_id = read_small(path, limit=100)
-            if not re.fullmatch(rb"[\w-]+", run_id):
-                raise ValueError(f"{path} holds no wandb run's id: remove it, and this run gets a new one")
-            options |= {"id": run_id.decode(), "resume": "allow"}
+            options |= {"id": path.read_text(), "resume": "allow"}
         try:
             import wandb
 
@@ -218,11 +198,8 @@ class RunLog:
     def record(self, metrics: dict) -> None:
         if rank or not self.file:  # eval_only writes nothing
             return
-        try:
-            self.file.write(json.dumps(metrics) + "\n")
-            self.file.flush()
-        except OSError as error:  # a full disk: do not lose the weights for their log
-            print0(f"{self.file.name}: {error.strerror}")
+        self.file.write(json.dumps(metrics) + "\n")
+        self.file.flush()
         if self.wandb:
             self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
 
@@ -256,7 +233,7 @@ class RunLog:
         totals = torch.stack(list(self.sums.values()))
         all_reduce_sum(totals)
         means = send_to_cpu(totals / world_size / self.steps_since_line)
-        self.line = Line(step, lr, list(self.sums), means, self.steps_since_line, self.data_seconds)
+        self.pending.append((step, lr, list(self.sums), means, self.steps_since_line, self.data_seconds))
         self.sums = {}
         self.steps_since_line = 0
         self.data_seconds = 0.0
@@ -264,11 +241,10 @@ class RunLog:
             self._finish_line()
 
     def _finish_line(self) -> None:
-        """Wait for the numbers of the last line, if it is not written yet, and write it."""
-        if self.line is None:
-            return
-        step, lr, names, means, n_steps, data_seconds = self.line
-        self.line = None
+        while self.pending:
+            self._write_line(*self.pending.pop())
+
+    def _write_line(self, step: int, lr: float, names: list[str], means: Callable, n_steps: int, data_seconds: float):
         means = dict(zip(names, means(), strict=True))
         seconds = (perf_counter() - self.line_began) / n_steps
         self.line_began = perf_counter()
@@ -343,11 +319,7 @@ class RunLog:
                 f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
-        path = self.out_dir / "summary.json"
-        try:
-            write_json(path, result)  # atomic: a full disk leaves no half-written file
-        except OSError as error:
-            print0(f"{path}: {error.strerror}")
+        write_json(self.out_dir / "summary.json", result)
         self.draw()
 
     def next_command(self, chat: bool) -> None:
@@ -356,18 +328,13 @@ class RunLog:
 
     def draw(self) -> None:
         """Draw loss.png, if matplotlib is installed and there are enough points."""
-        try:
-            losses = read_losses(self.out_dir)
-            if len(losses.train) >= 10:
+        losses = read_losses(self.out_dir)
+        if len(losses.train) >= 10:
+            with contextlib.suppress(ImportError):
                 draw_losses({str(self.out_dir): losses}, self.out_dir / "loss.png")
-        except ImportError:
-            return
-        except Exception as error:  # matplotlib raises many kinds; the run itself succeeded
-            print0(f"{self.out_dir / 'loss.png'} was not drawn: {error}")
 
     def close(self) -> None:
         if self.file:
-            with contextlib.suppress(OSError):  # a full disk, which record() has reported
-                self.file.close()
+            self.file.close()
         if self.wandb:
             self._call_wandb(self.wandb.finish)

@@ -27,14 +27,13 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal to this process when its pare
 class Signals:
     """signals = Signals()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
     signals.listen()             # SIGINT, SIGTERM, SIGUSR1 and SIGHUP are noted from now on
-    signals.received_anywhere()  # True if any rank has got one, which then prints it; every rank must call it
+    signals.received_anywhere()  # True if any rank has got one; every rank must call it
     signals.exit_code            # 128 + the signal of this rank, or of another; 0 without one
     """
 
     def __init__(self):
         self.number = 0  # the first signal that this rank got
         self.of_any_rank = 0
-        self.pending_message = ""  # rank 0 may not have got the signal
         self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
     def _handle(self, number: int, handler: Callable):
@@ -53,23 +52,18 @@ class Signals:
         # SIGTERM). Nor does a second Ctrl-C under torchrun: ranks get each from the terminal and again from torchrun.
         if not self.number:
             again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
-            reason = f"{signal.Signals(number).name}: stopping after this step{again}"
-            print0(f" {reason}")
-            if rank:
-                self.pending_message = f"rank {rank}: {reason}"
+            if not self.of_any_rank:
+                print0(f" {signal.Signals(number).name}: stopping after this step{again}")
             self.number = number
         elif number == signal.SIGINT and "RANK" not in os.environ:
             os._exit(128 + number)
 
     def received_anywhere(self) -> bool:
-        # The lowest rank that got a signal reports it; torchrun passes a signal on to all ranks.
-        mine = float((world_size - rank) * 1000 + self.number) if self.number else 0.0
-        (largest,) = all_reduce_max([mine])  # over gloo: does not wait for the GPU
-        if self.pending_message and mine == largest:
-            say(self.pending_message)
-            self.pending_message = ""
-        self.of_any_rank = self.of_any_rank or int(largest) % 1000
-        return largest > 0
+        (number,) = all_reduce_max([self.of_any_rank or self.number])  # over gloo: does not wait for the GPU
+        if number and not self.number and not self.of_any_rank:
+            print0(f"another rank got {signal.Signals(number).name}: stopping after this step")
+        self.of_any_rank = int(number)
+        return number > 0
 
     @property
     def exit_code(self) -> int:

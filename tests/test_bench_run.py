@@ -102,9 +102,6 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
         log.draw()
     RunLog(str(leave_run(tmp_path / "b", [3.0] * 9)), "cpu", "float32", 1000, 1.0).draw()  # too short to draw
     assert not [*tmp_path.glob("*/loss.png")] and not capsys.readouterr().out
-    (folder / "metrics.jsonl").write_text("")
-    log.draw()
-    assert "loss.png was not drawn: " in capsys.readouterr().out
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
@@ -112,19 +109,3 @@ def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
     bench.main(["record", str(leave_run(tmp_path / "a", [4.0, 3.0], **WHOLE)), "mine"])
     kept = json.loads((tmp_path / "mine.json").read_text())
     assert kept["val_loss"] == 3.5 and kept["val_curve"] == [[20, 36_000.0, 3.5]]
-
-
-@pytest.mark.parametrize("name, content", [
-    ("metrics.jsonl", '{"step": 13, "loss": null, "ms": 10, "tok_per_s": 1000}'), ("metrics.jsonl", "[" * 10**5),
-    ("metrics.jsonl", '{"step": 13, "loss": 1, "ms": 1e999, "tok_per_s": 1}'), ("summary.json", '{"curve": []}'),
-    ("summary.json", "[]"), ("summary.json", "[" * 10**5), ("summary.json", '{"curve": [[12]], "bits_per_byte": "x"}'),
-], ids=lambda value: value[:20])  # fmt: skip
-def test_an_odd_line_is_skipped_and_an_odd_file_is_a_sentence(tmp_path, name, content):
-    lines = [json.dumps({"step": i, "loss": 2.0, "ms": 1.0, "tok_per_s": 1.0}) for i in range(1, 13)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with open(tmp_path / name, "a") as file:
-        file.write(content)
-    try:
-        assert len(loss_plot.read_losses(tmp_path).train) == 12
-    except ValueError as error:
-        assert name in str(error) and name == "summary.json"

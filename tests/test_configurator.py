@@ -3,7 +3,6 @@
 import re
 import runpy
 import sys
-from functools import partial
 
 import pytest
 
@@ -78,25 +77,6 @@ def run(monkeypatch):
 
 
 @pytest.fixture
-def changes(run):
-    """The settings that a command line changes, checked to be the same in the script's globals and in the result."""
-
-    def changes(*argv):
-        ended = run(*argv)
-        settings = ended["settings"]
-        named = ended["named"]
-        assert list(settings) == list(DEFAULTS)
-        assert {name: ended[name] for name in settings} == settings
-        changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
-        assert set(changed) <= named <= set(DEFAULTS)
-        for name, value in settings.items():
-            assert value is None or DEFAULTS[name] is None or type(value) is type(DEFAULTS[name]), (name, value)
-        return changed
-
-    return changes
-
-
-@pytest.fixture
 def printed(run, capsys):
     """What a command line prints before it exits with this code."""
 
@@ -110,32 +90,16 @@ def printed(run, capsys):
     return printed
 
 
-@pytest.fixture
-def error(printed):
-    return partial(printed, 2)
-
-
-def test_a_setting_is_named_with_its_default_too(run):
-    assert run("config/baby_llama.py", "--top_k=-1")["named"] == {"batch_size", "compile", "top_k"}
-
-
-def test_a_hash_inside_a_string_is_not_a_comment(folder, run):
-    (folder / "train.py").write_text(SCRIPT.replace("warmup", '"""\n# no comment"""\nwarmup'))
-    assert run()["settings"] == DEFAULTS
-
-
 BATCH_3 = {"batch_size": 3}
 WANDB = {"wandb_log": True}
 ACCEPTED = [
     (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
     (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),  # a flag before a file overrides it, too
     (["--dataset=a=b"], {"dataset": "a=b"}),
-    (["--wandb_log"], WANDB),
     (["--wandb_log", "--batch_size=3"], WANDB | BATCH_3),
     (["--wandb_log", "config/llama32_1b.py"], WANDB | {"batch_size": 8}),
     (["--top_k", "-5", "--dataset", "-"], {"top_k": -5, "dataset": "-"}),
     (["--rope_scaling={'factor': 32.0}"], {"rope_scaling": {"factor": 32.0}}),
-    (["--betas", "[0.9, 0.99]"], {"betas": [0.9, 0.99]}),
     (["--init_from=resume", "--world=2"], {"init_from": "resume", "world": 2}),
     (["--batch_size=4", "--batch_size", "3"], BATCH_3),
     (["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
@@ -143,13 +107,16 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("argv, expected", ACCEPTED, ids=str)
-def test_command_line_changes_settings(changes, argv, expected):
-    assert changes(*argv) == expected
+def test_a_command_line_changes_settings_and_names_those_it_sets(run, argv, expected):
+    ended = run(*argv, "--betas=[0.9, 0.95]")
+    settings = ended["settings"]
+    assert {name: ended[name] for name in settings} == settings == DEFAULTS | expected
+    assert list(settings) == list(DEFAULTS) and ended["named"] == {*expected, "betas"}
 
 
 OF_ANOTHER_TYPE = {
-    ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'],
-    ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
+    ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "1e400", "[1]", "4*8", '"4"'],
+    ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "none", "true", "1" + "0" * 400, "3j"],
     ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
     ("rope_scaling", "a dict or none"): ["{'a': }", "{[]: 1}", "[1]", "{" * 1000],
 }
@@ -158,41 +125,39 @@ REFUSED = [
     (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
     (["--below=4"], "Unknown setting below. --help lists them all"),  # assigned below the call
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
-    (["--base_dtype=nf4"], "Unknown setting base_dtype: it is now quantize_base=none or nf4"),
     (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r}")
       for (name, kind), texts in OF_ANOTHER_TYPE.items() for text in texts),
-    (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
-    (["x.json"], "x.json is not a config file: it must be a .py file of assignments, such as batch_size = 4"),
+    (["llama_1b.py"], "there is no config file llama_1b.py (a .py file). Did you mean config/llama32_1b.py?"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("argv, message", REFUSED, ids=lambda value: str(value)[:60])
-def test_a_wrong_flag_a_wrong_value_and_a_missing_file_get_one_line(folder, error, argv, message):
-    (folder / "x.json").write_text('{"batch_size": 4}')
-    assert error(*argv) == message
+def test_a_wrong_flag_a_wrong_value_and_a_missing_file_get_one_line(printed):
+    for argv, message in REFUSED:
+        assert printed(2, *argv) == message
 
 
 SPELLINGS = {
     "batch_size": [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)],
-    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1", 1.0)],
-    "compile": [("true", True), ("TRUE", True), ("1", True), ("false", False), ("0", False)],
+    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("1", 1.0)],
+    "compile": [("TRUE", True), ("1", True), ("0", False)],
     "prompt": [("none", None)],
     "min_lr": [("None", None), ("1", 1.0)],
-    "rope_scaling": [("none", None)],
     "dataset": [(text, text) for text in ("123", "", "none", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n")],
 }
 
 
-@pytest.mark.parametrize("name, text, value", [(name, *each) for name, found in SPELLINGS.items() for each in found])
-def test_a_string_is_taken_literally_and_another_value_as_in_python(run, recwarn, name, text, value):
-    found = run(f"--{name}={text}")[name]
-    assert (type(found), found) == (type(value), value) and not recwarn.list
+def test_a_string_is_taken_literally_and_another_value_as_in_python(run, recwarn):
+    for name, spellings in SPELLINGS.items():
+        for text, value in spellings:
+            found = run(f"--{name}={text}")[name]
+            assert (type(found), found) == (type(value), value), (name, text)
+    assert not recwarn.list
 
 
-def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, changes):
+def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, run):
     (folder / "config/base_of_mine.py").write_text("batch_size = 32\ncompile = False\n")
     (folder / "config/x.py").write_text(
         "import math\nfrom base_of_mine import *\n_n = 4\n"
@@ -201,38 +166,34 @@ def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted
         "top_k = 1e3\ngrad_clip = 2\nwandb_log = 1\nmin_lr = None\n"
     )
     expected = dict(batch_size=32, compile=False, warmup_iters=8, learning_rate=3.141592653589793)
-    assert changes("config/x.py") == expected | dict(top_k=1000, grad_clip=2.0, wandb_log=True)
+    settings = run("config/x.py")["settings"]
+    assert settings == DEFAULTS | expected | dict(top_k=1000, grad_clip=2.0, wandb_log=True)
+    assert type(settings["top_k"]) is int and type(settings["grad_clip"]) is float
 
 
 @pytest.mark.parametrize("line, message", [
     ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
     ("from mistyped import *", "Unknown setting batch_szie. Did you mean batch_size?"),
-    ("wandb_project = 'mine'", "Unknown setting wandb_project: wandb reads the environment variable WANDB_PROJECT"),
     ("batch_size = '4'", "batch_size expects an int, got '4'"),
-    ("batch_size = True", "batch_size expects an int, got True"),
     ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
-    ("dataset = 3", "dataset expects a string, got 3"),
     ("compile = 'false'", "compile expects true or false, got 'false'"),
 ])  # fmt: skip
-def test_a_wrong_name_or_value_in_a_file_names_the_file(folder, error, line, message):
+def test_a_wrong_name_or_value_in_a_file_names_the_file(folder, printed, line, message):
     (folder / "config/mistyped.py").write_text("batch_szie = 4\n")
     (folder / "config/x.py").write_text(line)
-    assert error("config/x.py", "--batch_size=4") == f"config/x.py: {message}"
+    assert printed(2, "config/x.py", "--batch_size=4") == f"config/x.py: {message}"
 
 
-def test_help_shows_the_settings_in_their_groups_with_type_value_and_comment(printed):
-    text = printed(0, "--help")
+def test_help_shows_the_settings_in_their_groups_with_value_choices_and_comment(printed):
+    text = printed(0, "--help", "config/baby_llama.py", "--dataset=x")
     assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [CONFIG.py] [--key=value]\n")
     assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data, and how much of it", "optimizer", "system"]
     assert re.findall(r"^  --(\w+)", text, re.M) == list(DEFAULTS)
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
-    assert ["--batch_size", "int", "12", "sequences a micro-batch holds"] in rows
-    assert ["--min_lr", "float|none", "none", "where the cosine ends; none: learning_rate / 10"] in rows
-    assert ["--init_from", "str", "scratch", "scratch|resume: where the weights come from"] in rows
-    assert ["--world", "int|none", "none", "0|1|2"] in rows
-    assert ["--wandb_log", "bool", "false"] in rows
-    text = printed(0, "--help", "config/baby_llama.py", "--dataset=x")
-    assert re.search(r"--batch_size +int +32 ", text) and re.search(r"--dataset +str +x ", text)
+    assert ["--batch_size", "32", "sequences a micro-batch holds"] in rows
+    assert ["--dataset", "x", "a folder under data/"] in rows
+    assert ["--init_from", "scratch", "scratch|resume: where the weights come from"] in rows
+    assert ["--world", "none", "0|1|2"] in rows and ["--wandb_log", "false"] in rows
 
 
 def test_only_rank_0_prints_and_every_rank_exits(printed, monkeypatch):

@@ -101,28 +101,8 @@ def test_the_first_transfer_is_checked(gpus, misplaced):
     assert on_every_rank(check) == [misplaced and "what arrives is not what was sent" or None] * RANKS
 
 
-@pytest.mark.parametrize("wanted", [None, True])
-def test_where_copy_engines_fail_nccl_communicates_unless_they_are_wanted(gpus, monkeypatch, capsys, wanted):
+def test_where_copy_engines_fail_nccl_communicates(gpus, monkeypatch, capsys):
     monkeypatch.setattr(copy_engines, "can_copy", lambda *_: True)
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    monkeypatch.delattr(sys.modules["torch.distributed._symmetric_memory"], "empty")
-    if wanted:
-        with pytest.raises(SystemExit):
-            pick_copy_engines(wanted, "cpu", group, "none")
-    else:
-        assert pick_copy_engines(wanted, "cpu", group, "none") is False
-    said = capsys.readouterr().err
-    assert "copy" in said and f"not work here: PyTorch {torch.__version__} has no such symmetric memory" in said, said
-
-
-def test_memory_outside_the_buffers_is_refused(gpus):
-    def work(group):
-        gather = CopyEngineAllGather(group, 1, 6)
-        out = gather.allocate((6,), dtype=torch.float32, device="cpu")
-        for larger in ({"size": (9,)}, {"dtype": torch.bfloat16}):
-            with pytest.raises(RuntimeError, match="elements of"):
-                gather.allocate(**{"size": (6,), "dtype": torch.float32, "device": "cpu"} | larger)
-        with pytest.raises(RuntimeError, match="memory of its own: add --copy_engines=false"):
-            gather(out.clone(), out[:2], group)
-
-    on_every_rank(work)
+    monkeypatch.delattr(sys.modules["torch.distributed._symmetric_memory"], "empty")  # another version of PyTorch
+    assert pick_copy_engines(None, "cpu", SimpleNamespace(size=lambda: 2, rank=lambda: 0), "none") is False
+    assert "NCCL communicates, because copy engines do not work here" in capsys.readouterr().err

@@ -61,36 +61,20 @@ def whole_states(optimizer):
     return found
 
 
-@pytest.mark.parametrize("call", [Optimizer.accumulate, Optimizer.update])
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
-def test_a_parameter_without_a_gradient_is_named_and_not_updated_with_an_old_one(place, call):
+def test_a_missing_gradient_and_one_that_is_not_accumulated_end_the_step(place):
     model = llama()
     optimizer = Optimizer(model, AdamW(), place())
     set_gradients(model, 1.0)
-    optimizer.step(0.1)
-    set_gradients(model, 1.0)
     model.norm.weight.grad = None
     with pytest.raises(RuntimeError, match="norm.weight has no gradient"):
-        call(optimizer)
-
-
-@pytest.mark.parametrize("place", [OnDevice, OnCPU])
-def test_steps_may_differ_in_micro_batches_and_the_last_need_not_be_accumulated(place):
-    models = [llama(), llama()]
-    optimizers = [Optimizer(model, AdamW(), place()) for model in models]
-    for micro_batches in (2, 1, 3):
-        for i in range(micro_batches):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                set_gradients(model, micro_batches + i)
-                if optimizer is optimizers[0] or i + 1 < micro_batches:
-                    optimizer.accumulate()
-        norms = [optimizer.step(0.1).item() for optimizer in optimizers]
-        assert norms[0] == norms[1] > 0
-    for ours, expected in zip(*(optimizer.tensors().values() for optimizer in optimizers), strict=True):
-        assert torch.equal(ours, expected)
-    if place is OnCPU:
-        with pytest.raises(RuntimeError, match="has no gradient"):
-            optimizers[0].step(0.1)  # not the sums of the previous step
+        optimizer.step(0.1)
+    for accumulated in (True, False):
+        set_gradients(model, 1.0)
+        if accumulated:
+            optimizer.accumulate()
+    with pytest.raises(AssertionError, match="after every backward"):
+        optimizer.step(0.1)
 
 
 def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weights(monkeypatch):
@@ -367,13 +351,14 @@ def test_gradients_of_the_gpu_add_up_and_are_never_those_of_the_step_before():
     )
     tokens = torch.arange(8, device="cuda")[None]
     for _ in range(2):
-        for model in models:
+        for model, optimizer in zip(models, (ours, expected), strict=True):
             model(tokens, tokens).backward()
+            optimizer.accumulate()
             model(tokens, tokens.flip(1)).backward()
+            optimizer.accumulate()
         assert ours.step(0.01).item() == pytest.approx(expected.step(0.01).item(), rel=1e-4)
-    models[0].hidden(tokens).square().mean().backward()
-    with pytest.raises(RuntimeError, match="lm_head.weight has no gradient"):
-        ours.step(0.01)
+    with pytest.raises(AssertionError, match="after every backward"):
+        ours.step(0.01)  # not the sums of the previous step
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,21 +3,19 @@
 import json
 import math
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import time
-import tracemalloc
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from runtime import loss_plot, memory_stats, run_log, save
+from runtime import memory_stats, run_log, save
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, error_of, finish, metrics, prose
+from tests.runs import SHORT, SMALL, finish, metrics, prose
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -55,21 +53,6 @@ def test_bits_per_byte_are_reported_if_99_percent_of_the_validation_tokens_were_
     toy_dataset(tmp_path / "data", train=[prose(0, 4000)], val=[prose(0, 1000)[: n_tokens - 1]])
     train(dataset=tmp_path / "data", eval_iters=50, max_iters=1)
     assert ("bits per byte" in capsys.readouterr().out) == said
-
-
-def test_a_full_disk_at_the_end_leaves_no_partial_summary(tmp_path, capsys):
-    log = run_log.RunLog(str(tmp_path), "cpu", "float32", 1000, 1.0)
-    log.seconds = [1.0]
-    log.peak_gib = 1.0
-    (tmp_path / "summary.json").write_text("{}")  # an earlier run's
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        log.summary(2.0, val_tokens=mock.Mock(meta={}), n_evaluated=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "summary.json: File too large" in capsys.readouterr().out
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("summary.json", "{}")]
 
 
 def test_logged_speeds_are_computed_from_the_seconds(tmp_path, monkeypatch, capsys):
@@ -116,14 +99,6 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     steps = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if "ProfilerStep" in e.get("name", "")]
     assert {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"} == set(steps)
     assert "step 00010 | the trace is in" in capsys.readouterr().out
-    train(profile=True, out_dir=tmp_path / "short")
-    assert "the profile is incomplete" in capsys.readouterr().out
-
-
-def test_a_file_where_profile_needs_a_folder_gets_a_sentence(train, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/profile").touch()
-    assert "out/profile is a file" in error_of(train, capsys, profile=True)
 
 
 def test_the_version_is_that_of_nanocrias_own_repository_or_unknown(tmp_path, monkeypatch):
@@ -163,7 +138,7 @@ LINKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("to", ["a file", "a folder", "nothing"])
+@pytest.mark.parametrize("to", ["a file", "nothing"])
 def test_a_run_never_writes_through_a_link_in_its_folder(train, tmp_path, monkeypatch, to):
     monkeypatch.setattr(run_log.RunLog, "draw", DRAW)
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(**{"init.return_value.id": "a1b2"}))
@@ -172,15 +147,11 @@ def test_a_run_never_writes_through_a_link_in_its_folder(train, tmp_path, monkey
     out.mkdir()
     if to == "a file":
         victim.write_text('{"step": 1}\n')
-    elif to == "a folder":
-        victim.mkdir()
     for name in LINKS:
         (out / name).symlink_to(victim)
     train(max_iters=12, eval_interval=4, wandb_log=True, profile=True)
     if to == "a file":
         assert victim.read_text() == '{"step": 1}\n'
-    elif to == "a folder":
-        assert not list(victim.iterdir())
     else:
         assert not victim.exists()
     assert len(metrics(out)) == 15 and json.loads((out / "summary.json").read_text())["steps"] == 12
@@ -201,18 +172,9 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
     """Lines that a machine left when it went down, another program's, and one truncated by a kill."""
     train()
     with open(tmp_path / "out/metrics.jsonl", "ab") as file:
-        file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b"\xff}\n" + b"[" * 10**4 + b'\n{"step": "9"}\n{"step": 9, "lo')
+        file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b'\xff}\n{"step": 9, "lo')
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
-
-
-def test_a_line_without_an_end_takes_no_memory(tmp_path):
-    with open(tmp_path / "metrics.jsonl", "wb") as file:
-        file.write(b'{"step": 1}\n' + b"x" * 50_000_000 + b'\n{"step": 2}\n' + b"[" * 50_000_000)
-    tracemalloc.start()
-    assert [line["step"] for line in loss_plot.metrics_of(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()
 
 
 def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
@@ -254,12 +216,3 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
         log.close()
     new = dict(project="nanocria", config={"seed": 1})
     assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"../a", b"a" * 1000, b""], ids=str)
-def test_a_file_that_holds_no_wandb_id_gets_a_sentence(tmp_path, capsys, content):
-    (tmp_path / "wandb_id").write_bytes(content)
-    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
-    with pytest.raises(SystemExit):
-        log.open(3, None, {})
-    assert "wandb_id" in capsys.readouterr().err
