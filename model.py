@@ -263,9 +263,7 @@ class Head(nn.Linear):
     def forward(self, x, targets=None, overwrite_x=False):
         """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
 
-        Options that change the loss (z_loss, label_smoothing) go into both calls below, and only if
-        torch.is_grad_enabled(): evaluation calls this too. overwrite_x: the loss may write x's gradient over x: only if
-        nothing reads x afterwards.
+        overwrite_x: the loss may write x's gradient over x: only if nothing reads x afterwards.
         """
         if targets is None:
             return super().forward(x)

@@ -28,15 +28,9 @@ https://arxiv.org/abs/2410.10989
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from .cross_entropy import (
-    check_options,
-    cross_entropy_reference,
-    losses_of_rows,
-    losses_of_rows_reference,
-    n_valid,
-    reduce_loss,
-)
+from .cross_entropy import check_targets, cross_entropy_reference, losses_of_rows, n_valid, sum_of_losses
 from .launch import (
     accumulate,
     compute_dtype,
@@ -52,15 +46,24 @@ from .launch import (
 # tokens per chunk take 3% more time and 437 MiB less; 1,024 take 12% and 512 take 35% more time and save no more, since
 # the peak is then in backward, with dW in fp32 and rounded (bench.py kernels).
 LOGITS_BYTES = 2**30
-# Without Triton: logits held at once, 64 MiB in fp32. At N = 2,048, V = 128,256 and C = 64 a step takes two CPU cores
-# 0.65 times as long as with all logits, and 0.2 GiB instead of 2.9. Up to this many, PyTorch's autograd holds all.
-PLAIN_LOGITS = 2**24
+PLAIN_LOGITS = 2**24  # without Triton: logits held at once, 64 MiB in fp32
 
 
-def linear_cross_entropy_reference(
-    x, weight, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean"
-):  # fmt: skip
-    return cross_entropy_reference(F.linear(x, weight), targets, ignore_index, label_smoothing, z_loss, reduction)
+def linear_cross_entropy_reference(x, weight, targets):
+    return cross_entropy_reference(F.linear(x, weight), targets)
+
+
+def _plain_chunks(x, weight, targets):
+    """Plain PyTorch, PLAIN_LOGITS at a time: backward computes each chunk's logits again."""
+    n_tokens = max(PLAIN_LOGITS // len(weight), 1)
+    wide_weight = weight.to(compute_dtype(x))  # the chunks' dW are summed in this dtype
+
+    def loss_of(x, targets):
+        return sum_of_losses(F.linear(x, wide_weight.to(x.dtype)), targets)
+
+    chunks = zip(x.split(n_tokens), targets.split(n_tokens), strict=True)
+    losses = [checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return sum(losses) / n_valid(targets)
 
 
 def _logits_buffer(x, n_tokens, n_vocab):
@@ -68,19 +71,15 @@ def _logits_buffer(x, n_tokens, n_vocab):
     return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
 
 
-def _fill_losses(losses, x, weight, targets, logits, options, scale):
+def _fill_losses(losses, x, weight, targets, logits, scale):
     """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None logits are left
     undefined.
     """
     torch.mm(x, weight.T, out=logits)
-    gradient = None if scale is None else logits
-    if use_triton(x):
-        losses_of_rows(logits, targets, options, scale, gradient, padded=True, losses=losses)
-    else:
-        losses_of_rows_reference(logits, targets, options, scale, gradient, losses)
+    losses_of_rows(logits, targets, scale, None if scale is None else logits, padded=True, losses=losses)
 
 
-def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight):
+def _fill_chunks(x, weight, targets, chunk_tokens, scale, losses, dx, dweight):
     """Fills losses (N,), and dx (N, C) and dW (V, C), which are empty if not needed; dx may be x."""
     n_tokens = x.shape[0]
     buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
@@ -88,7 +87,7 @@ def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, d
     for start in range(0, n_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, n_tokens))
         logits = buffer[: chunk.stop - start]
-        _fill_losses(losses[chunk], x[chunk], weight, targets[chunk], logits, options, scale)
+        _fill_losses(losses[chunk], x[chunk], weight, targets[chunk], logits, scale)
         if dweight.numel():
             accumulate(dweight, logits.T, x[chunk], first=start == 0)
         if dx.numel():
@@ -100,22 +99,16 @@ def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, d
 # Opaque operators: torch.compile calls them as they are and leaves their loops and buffers alone.
 @torch.library.custom_op("nanocria::whole_loss", mutates_args=())
 def _whole_loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
-    options = ignore_index, label_smoothing, z_loss
-    losses, logits = _whole_loss_fake(x, weight, targets, *options)
-    _fill_losses(losses, x, weight, targets, logits, options, losses.new_ones(()))
+    losses, logits = _whole_loss_fake(x, weight, targets)
+    _fill_losses(losses, x, weight, targets, logits, losses.new_ones(()))
     return losses, logits
 
 
 @_whole_loss.register_fake
-def _whole_loss_fake(x, weight, targets, ignore_index, label_smoothing, z_loss):
+def _whole_loss_fake(x, weight, targets):
     losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
     return losses, _logits_buffer(x, x.shape[0], weight.shape[0])
 
@@ -125,9 +118,6 @@ def _chunked_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     chunk_tokens: int,
     need_dx: bool,
     need_dweight: bool,
@@ -136,15 +126,12 @@ def _chunked_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradients of their sum times scale: dx (N, C), dW (V, C); empty if not needed."""
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
-    options = ignore_index, label_smoothing, z_loss
-    _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight)
+    _fill_chunks(x, weight, targets, chunk_tokens, scale, losses, dx, dweight)
     return losses, dx, dweight
 
 
 @_chunked_loss.register_fake
-def _chunked_loss_fake(
-    x, weight, targets, ignore_index, smoothing, z_loss, chunk_tokens, need_dx, need_dweight, fp32_dweight, scale
-):
+def _chunked_loss_fake(x, weight, targets, chunk_tokens, need_dx, need_dweight, fp32_dweight, scale):
     return _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
 
 
@@ -165,10 +152,7 @@ def _scale_kernel(x_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def _scale(x, scale, out):
-    if use_triton(x):
-        _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, scale, out, x.numel(), BLOCK=1024)
-    else:
-        torch.mul(x, scale, out=out)
+    _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, scale, out, x.numel(), BLOCK=1024)
 
 
 @torch.library.custom_op("nanocria::scaled", mutates_args=())
@@ -192,9 +176,9 @@ def _scaled_fake(x, scale, dtype):
 
 class _WholeLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction):
-        losses, dlogits = _whole_loss(x, weight, targets, ignore_index, label_smoothing, z_loss)
-        divisor = n_valid(targets, ignore_index) if reduction == "mean" else losses.new_ones(())
+    def forward(ctx, x, weight, targets):
+        losses, dlogits = _whole_loss(x, weight, targets)
+        divisor = n_valid(targets)
         ctx.save_for_backward(x, weight, dlogits, divisor)
         return losses.sum() / divisor
 
@@ -206,29 +190,25 @@ class _WholeLoss(torch.autograd.Function):
         scale = dloss / divisor
         dx = _scaled(dlogits @ weight, scale, x.dtype) if need_dx else None
         dweight = dlogits.T @ _scaled(x.contiguous(), scale, x.dtype) if need_dweight else None
-        return dx, dweight, None, None, None, None, None
+        return dx, dweight, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, fp32_dweight,
-        overwrite_x,
-    ):  # fmt: skip
-        options = ignore_index, label_smoothing, z_loss
+    def forward(ctx, x, weight, targets, chunk_tokens, fp32_dweight, overwrite_x):
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         over_x = overwrite_x and need_dx and x.is_contiguous()
         one = torch.ones((), dtype=compute_dtype(x), device=x.device)
-        divisor = n_valid(targets, ignore_index) if reduction == "mean" else one
+        divisor = n_valid(targets)
         # dW in the weight's dtype is rounded at each chunk anyway: the mean's 1/n goes in from the start.
         scale = one if fp32_dweight else 1 / divisor.to(one.dtype)
         if over_x:
             losses, _, dweight = _outputs(x, weight, False, need_dweight, fp32_dweight)
             dx = x.detach()
-            _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight)
+            _fill_chunks(x, weight, targets, chunk_tokens, scale, losses, dx, dweight)
         else:
             needed = chunk_tokens, need_dx, need_dweight, fp32_dweight
-            losses, dx, dweight = _chunked_loss(x, weight, targets, *options, *needed, scale)
+            losses, dx, dweight = _chunked_loss(x, weight, targets, *needed, scale)
         ctx.save_for_backward(dx, dweight, divisor if fp32_dweight else one)
         ctx.weight_dtype = weight.dtype
         ctx.dx_in_place = over_x or not fp32_dweight
@@ -243,7 +223,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = dloss / divisor
         dx = _scaled_gradient(dx, scale, dx.dtype, ctx.dx_in_place) if need_dx else None
         dweight = _scaled_gradient(dweight, scale, ctx.weight_dtype, ctx.dweight_in_place) if need_dweight else None
-        return dx, dweight, *[None] * 8
+        return dx, dweight, None, None, None, None
 
 
 def _scaled_gradient(gradient, scale, dtype, in_place):
@@ -262,18 +242,14 @@ def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
     chunk_tokens: int | None = None,
     fp32_dweight: bool = True,
     overwrite_x: bool = False,
 ) -> torch.Tensor:
     """cross_entropy(x @ weight.T, targets) with the logits held one chunk of tokens at a time (Hsu et al., 2024).
 
-    x (N, C) and weight (V, C) of one floating dtype, targets (N,) integers in [0, V) or ignore_index; the options are
-    cross_entropy's. chunk_tokens: how many tokens' logits exist at once; None: as many as LOGITS_BYTES hold.
+    x (N, C) and weight (V, C) of one floating dtype, targets (N,) integers in [0, V) or -100 (ignored).
+    chunk_tokens: how many tokens' logits exist at once; None: as many as LOGITS_BYTES hold.
     Returns an fp32 scalar (fp64 for fp64): 0 with zero gradients if every target is ignored, NaN if one lies outside
     [0, V). The logits are rounded to x's dtype; softmax and loss are fp32, and dW is summed in fp32 over the chunks and
     rounded once. Gradients are computed only for what requires them. ValueError under autocast.
@@ -282,27 +258,25 @@ def linear_cross_entropy(
     chunks its error is 1.6 times that of one rounding) and divided by the mean's n from the start, and backward scales
     both gradients in place, once only. Not in fp16, which cannot hold such sums. overwrite_x: with several chunks (in
     fp16 always), x is overwritten by its gradient, chunk by chunk: only if nothing reads x afterwards and backward runs
-    once. Without Triton, plain PyTorch runs, in chunks of at most PLAIN_LOGITS logits.
+    once. Without Triton plain PyTorch runs, and above PLAIN_LOGITS logits in chunks of as many.
     """
     refuse_autocast(x)
     assert x.ndim == 2 and weight.shape == (weight.shape[0], x.shape[1]), (x.shape, weight.shape)
     assert x.dtype == weight.dtype and targets.ndim == 1, (x.dtype, weight.dtype, targets.shape)
-    check_options(x.shape[0], targets, label_smoothing, z_loss, reduction, ("mean", "sum"))
+    check_targets(x.shape[0], targets)
     targets = targets.long().contiguous()
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(weight.shape[0], x.element_size())
     assert chunk_tokens >= 1, chunk_tokens
     assert fp32_dweight or x.dtype != torch.float16, "float16 cannot hold the sum of dW over the chunks"
-    options = ignore_index, label_smoothing, z_loss
     if not use_triton(x):
-        if x.shape[0] * weight.shape[0] <= PLAIN_LOGITS:
-            return linear_cross_entropy_reference(x, weight, targets, *options, reduction)
-        chunk_tokens = min(chunk_tokens, max(PLAIN_LOGITS // weight.shape[0], 1))
+        at_once = x.shape[0] * weight.shape[0] <= PLAIN_LOGITS
+        return (linear_cross_entropy_reference if at_once else _plain_chunks)(x, weight, targets)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if x.shape[0] <= chunk_tokens and x.dtype != torch.float16:
-            return _WholeLoss.apply(x, weight, targets, *options, reduction)
+            return _WholeLoss.apply(x, weight, targets)
         overwrite_x = overwrite_x and not torch.compiler.is_compiling()
-        return _ChunkedLoss.apply(x, weight, targets, *options, reduction, chunk_tokens, fp32_dweight, overwrite_x)
+        return _ChunkedLoss.apply(x, weight, targets, chunk_tokens, fp32_dweight, overwrite_x)
     one = torch.ones((), dtype=compute_dtype(x), device=x.device)
-    losses, _, _ = _chunked_loss(x, weight, targets, *options, chunk_tokens, False, False, fp32_dweight, one)
-    return reduce_loss(losses, targets, ignore_index, reduction)
+    losses, _, _ = _chunked_loss(x, weight, targets, chunk_tokens, False, False, fp32_dweight, one)
+    return losses.sum() / n_valid(targets)
