@@ -26,7 +26,7 @@ from optimizers import OnCPU, OnDevice, OnDisk, Optimizer, rule_of
 from runtime import distributed
 from runtime.check_settings import check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
-from runtime.device import CUDAGraph, Profiler, pick_device, pick_dtype, send_to_device
+from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device, start_profiler
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
@@ -124,7 +124,7 @@ cuda_graph = cuda_graph and device != "cpu"
 torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
 distributed.init_distributed(device, timeout)  # sets an excepthook of its own
 sys.excepthook = make_excepthook(
-    lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, device)
+    lambda: f"step {step}, {phase}", lambda: out_of_memory_message(config, run_shape, device)
 )
 distributed.require_same_on_all_ranks(settings)
 lock_file = claim(out_dir)
@@ -259,7 +259,7 @@ saver = Saver(out_dir, optimizer, config, hf_files, keep_last=keep_last, async_s
               reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
-profiler = Profiler(out_dir, first_step, enabled=profile)
+profiler = start_profiler(out_dir) if profile else None
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 
 
@@ -331,13 +331,15 @@ while True:
     grad_norm = update()
     step += 1
     log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
-    profiler.step(step)
+    if profiler:
+        profiler.step()
     saver.report(step)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The end
 phase = "ending"
-profiler.stop()
+if profiler:
+    profiler.stop()
 if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == last_step and val_loss is not None:

@@ -88,49 +88,28 @@ class CUDAGraph:
         CUDAGraph.recorded.add(self)
 
 
-class Profiler:
-    """--profile=true traces three steps. Every run records its first ten steps' allocations, in case memory runs out.
+PROFILED_STEPS = 10  # five to compile and allocate, two to warm up the profiler, three traced
 
-    profiler = Profiler(out_dir, first_step, enabled=profile)
-    profiler.step(step)         # after each step, counted from first_step + 1
-    profiler.stop()             # at the end of the run
+
+def start_profiler(out_dir: str) -> torch.profiler.profile:
+    """Trace three steps, and record the allocations of the first ten, to out_dir/profile. Call step() after each step,
+    stop() at the end of the run.
     """
+    folder = Path(out_dir) / "profile"
+    if folder.is_symlink():
+        folder.unlink()  # nothing is written through links
 
-    STEPS = 10  # of a run: five to compile and allocate, two to warm up the profiler, three traced
+    def write(trace: torch.profiler.profile) -> None:
+        torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")(trace)
+        memory_stats.dump(folder / f"rank{rank}.memory.pickle")  # on a GPU
+        memory_stats.stop_history()
+        print0(
+            f"the profile is in {folder}: *.json for https://ui.perfetto.dev or TensorBoard, *.pickle, what was in GPU "
+            "memory, for https://pytorch.org/memory_viz"
+        )
 
-    def __init__(self, out_dir: str, first_step: int, enabled: bool):
-        self.folder = Path(out_dir) / "profile"
-        self.first_step = first_step
-        self.n_steps = 0
-        memory_stats.record_history()  # 2 us per allocation; most runs that do not fit fail in the first step
-        self.trace = None
-        if enabled:
-            if self.folder.is_symlink():  # nothing is written through links
-                self.folder.unlink(missing_ok=True)
-            schedule = torch.profiler.schedule(wait=self.STEPS - 5, warmup=2, active=3, repeat=1)
-            self.trace = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-            self.trace.start()
-
-    def step(self, step: int) -> None:
-        self.n_steps = step - self.first_step
-        if self.n_steps > self.STEPS:
-            return
-        if self.trace:
-            trace_begins_or_ends = self.n_steps in (self.STEPS - 3, self.STEPS)
-            if trace_begins_or_ends and torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            self.trace.step()
-        if self.n_steps == self.STEPS:
-            memory_stats.stop_history()
-
-    def stop(self) -> None:
-        if self.trace and 0 < self.n_steps < self.STEPS:
-            self.trace.stop()
-
-    def _write(self, trace):
-        torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=f"rank{rank}")(trace)
-        files = "*.json for https://ui.perfetto.dev or TensorBoard"
-        if torch.cuda.is_initialized():
-            memory_stats.dump(self.folder / f"rank{rank}.memory.pickle")
-            files += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
-        print0(f"step {self.first_step + self.n_steps:05d} | the trace is in {self.folder}: {files}")
+    memory_stats.record_history()
+    schedule = torch.profiler.schedule(wait=PROFILED_STEPS - 5, warmup=2, active=3, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    profiler.start()
+    return profiler

@@ -80,17 +80,11 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
             return
 
 
-def text_log_likelihood(
-    model: Llama, tokenizer: Tokenizer, text: str, window: int, batch_size: int
-) -> tuple[float, int]:
-    """log p of a text, and its number of tokens."""
-    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
-    rows = list(windows(ids, min(window, model.config.block_size + 1)))
-    return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
-
-
 def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
-    log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
+    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
+    rows = list(windows(ids, min(window or MOST_WINDOW, model.config.block_size + 1)))
+    log_p = sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
+    n_tokens = len(ids) - 1
     n_bytes = len(text.encode())
     if not n_bytes:
         raise ValueError("the text is empty")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from runtime import checkpoint, memory_stats
+from runtime import checkpoint
 from runtime.distributed import all_reduce_max, leave, print0, rank, say, stop, world_size
 from runtime.save import Saver
 
@@ -102,21 +102,15 @@ def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: fl
     )
 
 
-def make_excepthook(where: Callable[[], str], out_dir: str, out_of_memory: Callable[[], str]) -> Callable:
-    """Make an excepthook. Out of GPU memory: it prints out_of_memory(), which names settings that would help, and dumps
-    what was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some
-    errors of this rank the same way, so the error itself is printed.) where: the step and phase, for messages.
+def make_excepthook(where: Callable[[], str], out_of_memory: Callable[[], str]) -> Callable:
+    """Make an excepthook. Out of GPU memory: it prints out_of_memory(), which names settings that would help. Another
+    rank lost: no traceback, because only that rank knows why it ended. (NCCL words some errors of this rank the same
+    way, so the error itself is printed.) where: the step and phase, for messages.
     """
 
     def hook(kind, error, trace):
         if isinstance(error, torch.OutOfMemoryError):
             say(f"rank {rank}, {where()}: {out_of_memory()}", file=sys.stderr)
-            path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
-            try:
-                memory_stats.dump(path)
-                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz", file=sys.stderr)
-            except (OSError, RuntimeError) as failed:
-                say(f"what was in memory could not be written to {path}: {failed}", file=sys.stderr)
             os._exit(1)
         if world_size > 1 and (LOST.search(str(error)) or isinstance(error, dist.DistBackendError)):
             sentence = f"rank {rank}, {where()}, lost another rank or its connection: see that rank's output."

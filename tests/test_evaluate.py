@@ -12,11 +12,11 @@ import convert
 from data.chat.prepare import prepare as chat_prepare
 from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import evaluate
-from runtime.checkpoint import digest, load_model, newest, read_run
+from runtime.checkpoint import load_model, newest
 from runtime.evaluate import evaluate_file, log_likelihoods
 from runtime.generate import begin_document
 from tests.published import SCALING, edit_config, publish, publish_chat_model
-from tests.runs import edit_run, prose
+from tests.runs import prose
 from tests.test_tokenizer_files import write_hf_folder
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -156,9 +156,7 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
     cases = {
         "": "x.jsonl is empty",
         '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
-        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "x.jsonl:1 has ['b', ''] as endings: expected texts",
         '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
-        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': "x.jsonl:2 has 1 as ctx: expected a str",
         '{"prompt": "a", "completion": "' + "b" * 500 + '"}': "the model's context has 128",
     }
     for content, expected in cases.items():
@@ -167,42 +165,6 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
         assert expected in said and not out, f"{said}, expected {expected}"
     none = tmp_path / "none.txt"
     assert sample(**settings | {"evaluate": none})[1].startswith(f"{none} cannot be read: No such file or directory")
-
-
-def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
-    publish_chat_model(tmp_path)
-    tokenizer = tokenizer_of(tmp_path)
-    model = load_model(tmp_path)
-    (tmp_path / "a.txt").write_text("a")
-    assert tokenizer.bos is None
-    [(score, _)] = log_likelihoods(model, [([tokenizer.end_of_text, *tokenizer.encode("a")], [False, True])], 1)
-    found = evaluate_file(model, tokenizer, tmp_path / "a.txt")["bits per byte"]
-    assert found == f"{-score.item() / math.log(2):.4f}"
-
-
-def test_lm_evaluation_harness_scores_and_samples_as_we_do(tmp_path):
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-
-    from runtime.lm_eval import Nanocria
-
-    hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
-    adapter = Nanocria(str(tmp_path), "auto", device="cpu")
-    tokenizer = tokenizer_of(tmp_path)
-    ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
-    context = tokenizer.encode("the of")
-    answer = tokenizer.encode(" and")
-    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)
-    assert abs(log_p / theirs(hf, context + answer, len(context)).sum().item() - 1) < 1e-5 and not greedy
-    [text] = adapter.generate_until(ask("generate_until", "the of", {"max_gen_toks": 8, "until": []}))
-    expected = hf.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert text == tokenizer.decode(expected[0, len(context) :].tolist()).split("<|endoftext|>")[0] and len(text) > 2
-    drawn = {"do_sample": True, "temperature": 5.0, "top_k": 1, "max_new_tokens": 8, "until": text[2] + "\0"}
-    assert adapter.generate_until(ask("generate_until", "the of", drawn)) == [text]  # as other tasks write theirs
-    empty = {"max_gen_toks": 8, "until": ["", text[2]]}  # the harness ignores an empty separator
-    assert adapter.generate_until(ask("generate_until", "the of", empty)) == [text[: text.index(text[2])]]
-    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
-    assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,7 +187,6 @@ PUBLISHED = {
     "with bos": lambda folder: publish_with_tokenizer(folder, bos="<s>"),
     "a bos that is not added": lambda folder: publish_with_tokenizer(folder, bos_token="<s>"),
     "bos is the end of text": lambda folder: publish_with_tokenizer(folder, bos="<|endoftext|>"),
-    "eos alone": publish_with_tokenizer,
 }
 
 
@@ -307,26 +268,21 @@ def test_the_context_is_the_longest_that_the_weights_were_trained_at(train, tmp_
     scaled = dict(rope_scaling=scaling, max_iters=1, warmup_iters=0)
     out = tmp_path / "out"
     train(**scaled)
-    convert.convert(newest(out), tmp_path / "converted", "float32")
     base = tmp_path / "converted"
-    assert context_of(out) == context_of(base) == 32
+    convert.convert(newest(out), base, "float32")
     shutil.copytree(base, tmp_path / "bare")
     (tmp_path / "bare/run.json").unlink()  # as others publish it
-    for source in (out, base, tmp_path / "bare"):
-        for block_size, context in ((16, 32), (48, 48)):
-            begun = tmp_path / f"{source.name}_{block_size}"
-            train(**scaled, init_from=source, block_size=block_size, out_dir=begun)
-            assert context_of(begun) == context, begun.name
+    assert context_of(out) == context_of(base) == context_of(tmp_path / "bare") == 32
+    for source, block_size, context in ((out, 48, 48), (tmp_path / "bare", 16, 32)):
+        train(**scaled, init_from=source, block_size=block_size, out_dir=tmp_path / str(block_size))
+        assert context_of(tmp_path / str(block_size)) == context
     adapters = tmp_path / "adapters"
     train(**scaled, init_from=base, block_size=16, lora_rank=2, out_dir=adapters)
     convert.convert(newest(adapters), tmp_path / "merged", "float32")
     assert context_of(adapters) == context_of(tmp_path / "merged") == 32
     train(**scaled | {"max_iters": 2}, block_size=16)
     assert newest(out).name == "step_000002" and context_of(out) == 32, "a resume at a shorter length"
-    for model in (out, base, adapters):
-        path = newest(model) or model
-        name = "base_config.json" if model == adapters else "config.json"
-        assert json.loads((path / name).read_text())["max_position_embeddings"] == 96
+    assert json.loads((newest(out) / "config.json").read_text())["max_position_embeddings"] == 96
 
 
 @pytest.mark.parametrize("block_size, context", [(32, 128), (160, 160)])
@@ -336,24 +292,6 @@ def test_published_weights_keep_their_context_in_a_finetune(train, tmp_path, blo
     model = {"vocab_size": 257, "rope_theta": 10000.0, "norm_eps": 1e-6, "n_embd": 64, "ffn_dim": 96}
     train(**model, rope_scaling=SCALING, init_from=tmp_path / "hf", block_size=block_size, max_iters=1)
     assert context_of(tmp_path / "out") == context
-
-
-def test_a_checkpoint_of_an_older_version_has_the_context_of_its_run(train, tmp_path):
-    scaling = SCALING | {"original_max_position_embeddings": 96}
-    train(rope_scaling=scaling, max_iters=4)
-    make_older(newest(tmp_path / "out"))
-    assert context_of(tmp_path / "out") == 32
-    train(rope_scaling=scaling, max_iters=5)
-    assert newest(tmp_path / "out").name == "step_000005" and context_of(tmp_path / "out") == 32
-    publish(tmp_path / "hf", max_position_embeddings=96, rope_scaling={"rope_type": "llama3", **scaling})
-    assert context_of(tmp_path / "hf") == 96, "published weights say it themselves"
-
-
-def make_older(checkpoint):
-    """Remove from a checkpoint what older versions did not write."""
-    edit_config(checkpoint, nanocria_context=None, nanocria_doc_start=None)
-    digests = read_run(checkpoint)["digests"] | {"config.json": [digest(checkpoint / "config.json")]}
-    edit_run(checkpoint, digests=digests, began_with=None)
 
 
 def chats(folder, base):
@@ -374,14 +312,13 @@ def test_a_finetune_on_conversations_leaves_the_prompts_of_its_base_as_they_were
     shutil.copytree(tmp_path / "converted", tmp_path / "bare")
     (tmp_path / "bare/run.json").unlink()  # as others publish it
     train(**settings, lora_rank=2, out_dir=tmp_path / "adapters")
-    make_older(shutil.copytree(newest(tmp_path / "out"), tmp_path / "older" / "step_000001"))
     context, whole = (fast.encode(text) for text in ("the of", "the of and"))
     expected = theirs(hf, whole, len(context)).sum().item()
     (tmp_path / "text.txt").write_text(prose(1, 30))
     rows = [{"ctx": prose(i, 4), "endings": [prose(i + j, 3) for j in range(4)], "label": 1} for i in range(20)]
     files = [tmp_path / "text.txt", write_jsonl(tmp_path / "endings.jsonl", rows)]
     results = set()
-    for folder in (base, *(tmp_path / name for name in ("out", "converted", "bare", "adapters", "older"))):
+    for folder in (base, *(tmp_path / name for name in ("out", "converted", "bare", "adapters"))):
         tokenizer = tokenizer_of(newest(folder) or folder)
         ids = [begin_document(tokenizer, text) for text in ("the of", "the of and")]
         assert ids == [context, whole], folder.name
