@@ -6,7 +6,9 @@ tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs 
 """
 
 import base64
+import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
@@ -47,11 +49,6 @@ SPECIAL_TOKENS = {  # of each vocabulary
     "o200k_base": {"<|endoftext|>", "<|endofprompt|>"},
     "llama3": {*LLAMA3_SPECIAL_TOKENS, *(f"<|reserved_special_token_{i}|>" for i in range(248, 251))},  # 3.0's, too
 }
-MATCHING = ("single_word", "lstrip", "rstrip")  # options of an added token that tiktoken does not have
-BPE = {  # the model in a tokenizer.json, besides its vocab and merges
-    "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-    "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-}  # fmt: skip
 
 
 def bytes_encoding() -> tiktoken.Encoding:
@@ -92,7 +89,7 @@ def llama3_encoding(content: bytes, file: Path) -> tiktoken.Encoding:
     return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
-def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
+def check_ranks(ranks: dict[bytes, int], file: str | Path) -> None:
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([i]) in ranks for i in range(256)):
         raise ValueError(f"{file} is damaged or incomplete: its {len(ranks):,} ranks or single bytes have gaps")
 
@@ -101,41 +98,27 @@ def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
 # tokenizer.json, read
 
 
-def is_vocabulary(name: str, content: dict) -> bool:
-    """Whether tiktoken gives the ids of a tokenizer.json as the vocabulary `name`.
-
-    It does if the file has the form that json_of_encoding writes and Meta publishes, and no added tokens.
+def encoding_of_json(name: str, content: dict) -> tiktoken.Encoding | None:
+    """tiktoken's encoding with the ids of a tokenizer.json. None unless it is as json_of_encoding writes it, apart from
+    what does not decide on ids.
     """
-    try:
-        added = content["added_tokens"]
-        if not {token["content"] for token in added} <= SPECIAL_TOKENS[name]:
-            return False
-        if not all(token["special"] and not any(token.get(option) for option in MATCHING) for token in added):
-            return False
-        if name == "bytes":
-            return content["model"]["vocab"] == json_of_bytes(bytes_encoding())["model"]["vocab"]
-        model = {key: value for key, value in content["model"].items() if key not in ("vocab", "merges")}
-        pieces = split_by(pattern_of(content))
-        return model == BPE and content["pre_tokenizer"] == pieces and content.get("normalizer") is None
-    except (KeyError, TypeError, IndexError, AttributeError):
-        return False
+    with contextlib.suppress(
+        AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
+    ):
+        encoding = bytes_encoding() if name == "bytes" else read_encoding(name, content)
+        content = content | {"model": content["model"] | {"merges": []}}
+        if all(content.get(key) == value for key, value in form_of(encoding).items()):
+            return encoding
+    return None
 
 
-def pattern_of(content: dict) -> str:
-    return content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-
-
-def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
-    """Read a tokenizer.json that is_vocabulary. ValueError if it is damaged."""
+def read_encoding(name: str, content: dict) -> tiktoken.Encoding:
     byte_of = {char: byte for byte, char in visible_bytes().items()}
-    try:
-        ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        ranks = {token: rank for token, rank in ranks.items() if rank not in special.values()}
-        check_ranks(ranks, file)
-        return tiktoken.Encoding(name, pat_str=pattern_of(content), mergeable_ranks=ranks, special_tokens=special)
-    except (AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged, or not {name}'s: {error!s:.200}") from error
+    pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    check_ranks(ranks, name)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def first_id(post_processor: dict | None) -> int | None:
@@ -156,45 +139,66 @@ def first_id(post_processor: dict | None) -> int | None:
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     """The content of a tokenizer.json. bos: the id that transformers is to put before each text; None: no id."""
+    content = form_of(encoding)
     if encoding.name == "bytes":
-        return json_of_bytes(encoding)
-    ranks = encoding._mergeable_ranks
-    char_of = visible_bytes()
-    spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
-    merges = [
-        [spelled[token[:i]], spelled[token[i:]]]
-        for token in sorted(ranks, key=ranks.get)
-        for i in range(1, len(token))
-        if token[:i] in ranks and token[i:] in ranks
-    ]
-    # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
-    pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+        to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        decoder = {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    else:
+        decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        ranks = encoding._mergeable_ranks
+        spelled = spell(ranks)
+        content["model"]["merges"] = [
+            [spelled[token[:i]], spelled[token[i:]]]
+            for token in sorted(ranks, key=ranks.get)
+            for i in range(1, len(token))
+            if token[:i] in ranks and token[i:] in ranks
+        ]
+    first = None if bos is None else begin_with(encoding.decode([bos]), bos)
     return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": special_tokens(encoding),
-        "pre_tokenizer": split_by(pattern),
-        "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": BPE | {"vocab": {spelled[token]: rank for token, rank in ranks.items()}, "merges": merges},
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "post_processor": first,
+        "decoder": decoder,
+    } | content
 
 
-def json_of_bytes(encoding: tiktoken.Encoding) -> dict:
-    """The same in SentencePiece's form: llama.cpp's converter accepts byte-level BPE only with published vocabularies.
+def form_of(encoding: tiktoken.Encoding) -> dict:
+    """What decides on ids in a tokenizer.json, but for the merges.
 
+    Bytes are in SentencePiece's form: llama.cpp's converter accepts byte-level BPE only with published vocabularies.
     SentencePiece spells a space as U+2581, so U+2581 in a text is read as a space.
     """
-    blank = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    added_tokens = [{"id": i, "content": token, **options} for token, i in special]
+    if encoding.name == "bytes":
+        vocab = {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)}
+        return {
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            "added_tokens": added_tokens, "pre_tokenizer": None,
+            "model": {"type": "BPE", "byte_fallback": True, "merges": [], "vocab": vocab},
+        }  # fmt: skip
+    ranks = encoding._mergeable_ranks
+    # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
+    pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": blank,
-        "added_tokens": special_tokens(encoding), "pre_tokenizer": None, "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "normalizer": None, "added_tokens": added_tokens,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "model": {
-            "type": "BPE", "byte_fallback": True, "merges": [],
-            "vocab": {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)},
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "merges": [], "vocab": {text: ranks[token] for token, text in spell(ranks).items()},
         },
     }  # fmt: skip
+
+
+def spell(tokens: Iterable[bytes]) -> dict[bytes, str]:
+    """Each token as GPT-2's files spell it."""
+    char_of = visible_bytes()
+    return {token: "".join(map(char_of.__getitem__, token)) for token in tokens}
 
 
 def visible_bytes() -> dict[int, str]:
@@ -202,19 +206,6 @@ def visible_bytes() -> dict[int, str]:
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printing]
     return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def split_by(pattern: str) -> dict:
-    """A pre_tokenizer that splits a text by a pattern, and spells bytes as characters."""
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
-
-
-def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
-    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    return [{"id": i, "content": token, **options} for token, i in special]
 
 
 def begin_with(token: str, i: int) -> dict:

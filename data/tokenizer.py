@@ -22,11 +22,11 @@ from configurator import did_you_mean
 from data.files import read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
+    SPECIAL_TOKENS,
     begin_with,
     bytes_encoding,
     encoding_of_json,
     first_id,
-    is_vocabulary,
     llama3_encoding,
     openai_encoding,
 )
@@ -64,8 +64,7 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
     if path.is_dir():
         return tokenizer_of(path)
     if path.is_file():
-        content = read_small(path, MOST_FILE_BYTES)
-        return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
+        return read_model(path)
     hint = did_you_mean(str(name), {known: known for known in NAMES})
     raise ValueError(f"Unknown tokenizer {name}: it is not one of {', '.join(NAMES)}, nor a file or folder{hint}")
 
@@ -157,27 +156,25 @@ def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos:
     config = read_options(path.parent, files)
     try:
         name = name_of_json(content, name)
-        begins = first_id(content.get("post_processor"))
+        first = first_id(content.get("post_processor"))
+        encoding = encoding_of_json(name, content) if name in NAMES else None
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
     # transformers 5 goes by the post_processor alone, not by add_bos_token.
-    config |= {"eos_token_id": eos, "first_id": begins if is_id(begins) else None}
-    if name == "bytes":
-        return Tiktoken(bytes_encoding(), config={"eos_token_id": eos})
-    if name in NAMES:
-        return Tiktoken(encoding_of_json(name, content, path), files, config)
-    return HuggingFace(path, files, config)
+    config |= {"eos_token_id": eos, "first_id": first if is_id(first) else None}
+    return Tiktoken(encoding, files, config) if encoding else HuggingFace(path, files, config)
 
 
 def name_of_json(content: dict, written_as: str | None = None) -> str:
-    """The name of the tokenizer in a tokenizer.json: a hash of its vocabulary, unless it is one that tiktoken reads.
+    """The name of the tokenizer in a tokenizer.json: a hash of its vocabulary, unless that is a known one.
 
-    written_as: what nanocria called it when it wrote the file, which others may have changed since.
+    written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
     """
-    if written_as in NAMES and is_vocabulary(written_as, content):
-        return written_as
     name = vocabulary_name(ids_of_json(content))
-    return "llama3" if name in LLAMA3_HASHES and is_vocabulary("llama3", content) else name
+    if name in LLAMA3_HASHES:
+        return "llama3"
+    added = {token["content"] for token in content["added_tokens"]}
+    return written_as if added <= SPECIAL_TOKENS.get(written_as, set()) else name
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:
@@ -235,20 +232,17 @@ def parse(content: bytes, path: Path) -> dict:
 
 def templates_of(files: dict[str, bytes]) -> dict[str, str]:
     """{name: chat template} in tokenizer files. In tokenizer_config.json there is a text, which is the default, or
-    [{"name": ..., "template": ...}, ...], or {name: template}.
+    [{"name": ..., "template": ...}, ...].
     """
     if "chat_template.jinja" in files:
         return {"default": files["chat_template.jinja"].decode()}
-    content = parse_file(files, "tokenizer_config.json").get("chat_template") or {}
-    templates = content
-    if isinstance(content, str):
-        templates = {"default": content}
-    if isinstance(content, list):
-        with contextlib.suppress(TypeError, KeyError):
-            templates = {each["name"]: each["template"] for each in content}
-    if not isinstance(templates, dict) or not all(isinstance(text, str) for pair in templates.items() for text in pair):
-        raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
-    return templates
+    content = parse_file(files, "tokenizer_config.json").get("chat_template") or []
+    templates = [{"name": "default", "template": content}] if isinstance(content, str) else content
+    try:
+        return {str(each["name"]): str(each["template"]) for each in templates}
+    except (KeyError, TypeError) as error:
+        expected = "expected a text, or a list of {name, template}"
+        raise ValueError(f"chat_template is {content!r:.60}, {expected}") from error
 
 
 def with_templates(files: dict[str, bytes], templates: dict[str, str]) -> dict[str, bytes]:
@@ -267,21 +261,16 @@ def with_templates(files: dict[str, bytes], templates: dict[str, str]) -> dict[s
 
 def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
     """The files, with others in their place. If these have chat templates, the files' own go."""
-    if templates_of(others):
-        files = with_templates(files, {})
-    return files | others
+    return (with_templates(files, {}) if templates_of(others) else files) | others
 
 
 def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """A published folder's files with all of its chat templates, which may lie in a folder of their own.
-
-    As in transformers: if there are templates in files, those in its tokenizer_config.json do not count.
-    """
+    """A published folder's files with all of its chat templates, which may lie in a folder of their own."""
     paths = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
     named = {path.stem: read_small(path, MOST_FILE_BYTES).decode() for path in paths}
-    if "chat_template.jinja" in files:
-        return with_templates(files, templates_of(files) | named)
-    return with_templates(files, named) if named else files
+    if named or "chat_template.jinja" in files:  # those in tokenizer_config.json do not count then
+        files = with_templates(files, templates_of(files) | named)
+    return files
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,48 +278,32 @@ def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
 
 
 def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None) -> dict[str, bytes]:
-    """Tokenizer files with which other software reads texts and conversations as training did.
+    """Tokenizer files with which other software begins texts as training did.
 
     meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Files that no reader understands
     stay as they are.
     """
-    with contextlib.suppress(*MALFORMED):
-        begins = first_id(parse_file(files, "tokenizer.json").get("post_processor"))
-        # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
-        if meta and "tokenizer.json" in files and not ("bos" not in meta and begins == meta["end_of_text"]):
-            files = begin_texts_with(files, meta.get("bos"))
-        # Without a bos a text follows the end of another. Conversations have what their template writes.
-        if "bos" not in meta and "train_targets" not in meta and bos_token == meta.get("end_of_text", ...):
-            files = name_bos(files, bos_token)
-    return files
-
-
-def begin_texts_with(files: dict[str, bytes], bos: int | None) -> dict[str, bytes]:
-    """Let others put the id `bos` before a text, or none."""
-    content = parse_file(files, "tokenizer.json")
-    config = parse_file(files, "tokenizer_config.json")
-    is_same = first_id(content.get("post_processor")) == bos
-    if is_same and config.get("add_bos_token") in (None, bos is not None):
+    if not meta or "tokenizer.json" not in files:
         return files
-    if not is_same:
-        content["post_processor"] = None if bos is None else begin_with(token_of(content, bos), bos)
-    config["add_bos_token"] = bos is not None  # for llama.cpp, and transformers before 5
-    return files | {"tokenizer.json": to_json(content), "tokenizer_config.json": to_json(config)}
-
-
-def name_bos(files: dict[str, bytes], bos: int) -> dict[str, bytes]:
-    """Let the token that others call bos, if they call one so, be this."""
-    token = token_of(parse_file(files, "tokenizer.json"), bos)
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        options = parse_file(files, file)
-        if options.get("bos_token") and spelling(options["bos_token"]) != token:
-            files = files | {file: to_json(options | {"bos_token": token})}
+    with contextlib.suppress(*MALFORMED):
+        content = parse_file(files, "tokenizer.json")
+        config = parse_file(files, "tokenizer_config.json")
+        token_of = {i: token for token, i in ids_of_json(content).items()}
+        bos = meta.get("bos")
+        end_of_text = meta["end_of_text"]
+        first = first_id(content.get("post_processor"))
+        # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
+        if first != bos and not (bos is None and first == end_of_text):
+            content["post_processor"] = None if bos is None else begin_with(token_of[bos], bos)
+            config["add_bos_token"] = bos is not None  # for llama.cpp, and transformers before 5
+            files = files | {"tokenizer.json": to_json(content), "tokenizer_config.json": to_json(config)}
+        # So that is what precedes a text. Conversations have what their template writes.
+        if bos is None and bos_token == end_of_text and "train_targets" not in meta:
+            for file in ("tokenizer_config.json", "special_tokens_map.json"):
+                options = parse_file(files, file)
+                if spelling(options.get("bos_token")) not in ("", token_of[bos_token]):
+                    files = files | {file: to_json(options | {"bos_token": token_of[bos_token]})}
     return files
-
-
-def token_of(content: dict, token_id: int) -> str:
-    """The text of a token in a tokenizer.json."""
-    return {i: token for token, i in ids_of_json(content).items()}[token_id]
 
 
 def parse_file(files: dict[str, bytes], name: str) -> dict:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import tiktoken
 import transformers
-from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from convert import convert
@@ -42,11 +41,14 @@ MESSAGES = [
 ]
 
 
-def byte_tokenizer(pattern, special_tokens, merges=()):
+def byte_tokenizer(pattern, special_tokens, merges=(), template=None):
     """A token for each byte, each merge, each special token."""
     ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(merges)}
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-    return Tiktoken(tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+    encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    tokenizer = Tiktoken(encoding)
+    tokenizer.templates = {"default": template} if template else {}
+    return tokenizer
 
 
 LLAMA3 = byte_tokenizer(r"(?s:.)", SPECIAL)
@@ -78,16 +80,42 @@ def targets_of(folder, split="train"):
     tokens = Tokens(folder, split)
     ids = tokens.shards[0][:]
     mask = tokens.masks[0][:]
-    tokenizer = tokenizer_of(folder)
     bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
-    spans = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    return [tokenizer.decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
+    spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [tokenizer_of(folder).decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
 
 
-def theirs(messages, template, **variables):
-    """The text that transformers renders."""
-    [text], _ = render_jinja_template([messages], chat_template=template, **variables)
-    return text
+def learned_of(tokenizer, ids, is_target):
+    """The texts that are learned."""
+    spans = itertools.groupby(zip(ids, is_target, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode(token for token, _ in span) for target, span in spans if target]
+
+
+@pytest.fixture(scope="module")
+def fast():
+    """A tokenizer of transformers: bytes, and the special tokens of ChatML."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield publish_chat_model(Path(folder))[1]
+
+
+@pytest.fixture
+def reads(fast, tmp_path):
+    """reads(template, row): the text that we learn from a row, without marks; reads.learned: the parts that are."""
+
+    def read(template, row):
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        tokenizer = get_tokenizer(tmp_path / "tokenizer")
+        [text] = chat.render_rows([("row", json.loads(json.dumps(row)))], tokenizer, refuse, Seen())
+        read.ids, read.is_target = encode_answers(tokenizer, text)
+        read.learned = learned_of(tokenizer, read.ids, read.is_target)
+        return tokenizer.decode(read.ids)
+
+    return read
+
+
+def refuse(sentence):
+    raise ValueError(sentence)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,20 +124,18 @@ def theirs(messages, template, **variables):
 
 @pytest.mark.parametrize("template", [
     LLAMA3_TEMPLATE,
-    PLAIN,
     "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents }}",
     "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}{% endif %}\n{{ m.content }}{% endfor %}",
     "{{ strftime_now('%Y') }}{% for m in messages %}{%- generation -%} {{ m.role }}{% endgeneration %}{% endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-], ids=["llama3", "plain", "tools", "break", "generation", "namespace"])  # fmt: skip
+], ids=["llama3", "tools", "break", "generation", "namespace"])  # fmt: skip
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
 def test_templates_render_as_in_transformers(template, prompt):
-    tokenizer = byte_tokenizer(".", SPECIAL)
-    tokenizer.templates = {"default": template}
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer.named_tokens = tokens
+    tokenizer = byte_tokenizer(".", SPECIAL, template=template)
+    tokenizer.named_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    options = dict(chat_template=template, add_generation_prompt=prompt, **tokenizer.named_tokens)
     for tools in (None, [{"type": "function", "function": {"name": "wéather"}}]):
-        expected = theirs(MESSAGES, template, tools=tools, add_generation_prompt=prompt, **tokens)
+        [expected], _ = render_jinja_template([MESSAGES], tools=tools, **options)
         assert render(tokenizer, MESSAGES, tools, add_generation_prompt=prompt) == expected
 
 
@@ -128,8 +154,7 @@ def test_templates_render_as_in_transformers(template, prompt):
     ("{{ 10**(10**10) }}", "bits"),
     ("{% set ns = namespace(a=3) %}{% for _ in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}", "bits"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
-    ("{{ 1 | round(1000000000, 'ceil') }}", "more than 300 decimals"),
-    ("{{ 1 | round(-1000000000) }}", "more than 300 decimals"),
+    ("{{ 1 | round(1000000000, 'ceil') }}", "No filter named 'round'"),
     ("{{ ('f' * 3000) | int(0, 16) // 3 }}", "bits"),
     ("{{ ('a@' * 3000000) | urlize }}", "No filter named 'urlize'"),
     ("{{ '%2000000000d' | format(1) }}", "bytes of memory"),
@@ -142,18 +167,15 @@ def test_a_template_that_fails_or_takes_too_much_or_reaches_out_of_its_sandbox_i
 ):
     monkeypatch.setattr("data.chat.sandbox.MOST_SECONDS", 1)
     monkeypatch.setattr("data.chat.sandbox.MOST_BYTES", 2**28)
-    tokenizer = byte_tokenizer(".", SPECIAL)
-    tokenizer.templates = {"default": template}
+    tokenizer = byte_tokenizer(".", SPECIAL, template=template)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
-    for attempt in (encode_prompt, render_answers):
-        with pytest.raises(ValueError, match=message):
-            attempt(tokenizer, MESSAGES)
+    with pytest.raises(ValueError, match=message):
+        render_answers(tokenizer, MESSAGES)
     assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
 
 
 @pytest.mark.parametrize("options", [
-    "", "true", "ensure_ascii=true", "false, 2", "indent=4", "true, none, ('; ', '= ')", "separators=(',', ':')",
-    "sort_keys=true", "true, 1, (',', ':'), true",
+    "", "true", "false, 2", "indent=4", "true, none, ('; ', '= ')", "separators=(',', ':')", "sort_keys=true",
 ])  # fmt: skip
 def test_tojson_writes_what_that_of_transformers_writes(reads, fast, options):
     template = "{% for m in messages %}{{ m | tojson(OPTIONS) }}{% generation %}{{ eos_token }}{% endgeneration %}"
@@ -169,6 +191,7 @@ def test_a_template_has_every_named_token_that_it_has_in_transformers(tmp_path):
     names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "image_token"]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ [" + ", ".join([*names, "tool_token"]) + "] }}"
     _, fast = publish_chat_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
     for tokens in (
         {"unk_token": "<|endoftext|>", "sep_token": None},
         {"cls_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "image_token": "a", "bos_token": None},
@@ -178,11 +201,9 @@ def test_a_template_has_every_named_token_that_it_has_in_transformers(tmp_path):
         path = tmp_path / "tokenizer_config.json"
         changed = json.loads(path.read_text()) | tokens
         path.write_text(json.dumps(changed))
-        (tmp_path / "chat_template.jinja").write_text(template)
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
         ours = get_tokenizer(tmp_path)
-        text = theirs.apply_chat_template([Q], tokenize=False)
-        assert ours.decode(encode_prompt(ours, [Q])) == text
+        assert ours.decode(encode_prompt(ours, [Q])) == theirs.apply_chat_template([Q], tokenize=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,65 +212,47 @@ def test_a_template_has_every_named_token_that_it_has_in_transformers(tmp_path):
 
 def test_only_answers_and_their_ends_of_turn_are_targets():
     ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, MESSAGES))
-    assert ids == LLAMA3.encode(theirs(MESSAGES, LLAMA3_TEMPLATE, **BOS), special=True)
-    learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
-    assert learned == "4<|eot_id|>Yes.<|eot_id|>"
-    said = "".join(
+    [theirs], _ = render_jinja_template([MESSAGES], chat_template=LLAMA3_TEMPLATE, **BOS)
+    assert ids == LLAMA3.encode(theirs, special=True)
+    assert learned_of(LLAMA3, ids, is_target) == ["4<|eot_id|>", "Yes.<|eot_id|>"]
+    turns = "".join(
         f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content'].strip()}<|eot_id|>" for m in MESSAGES
     )
-    assert LLAMA3.decode(ids) == f"<|begin_of_text|>{said}", "not as Llama 3's model card has it"
+    assert LLAMA3.decode(ids) == f"<|begin_of_text|>{turns}", "not as Llama 3's model card has it"
 
 
-def test_non_text_and_answers_of_weight_0_are_not_learned():
-    messages = [MESSAGES[1], MESSAGES[2] | {"weight": 0}, {"role": "us\ud800er", "content": "\udfff?"}, MESSAGES[4]]
-    ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
-    assert LLAMA3.decode([i for i, target in zip(ids, is_target, strict=True) if target]) == "Yes.<|eot_id|>"
-    assert "us?er" in LLAMA3.decode(ids) and "??" in LLAMA3.decode(ids) and "4<|eot_id|>" in LLAMA3.decode(ids)
-
-
-def test_a_lone_surrogate_of_a_template_becomes_a_question_mark():
-    tokenizer = byte_tokenizer(".", SPECIAL)
-    tokenizer.templates = {"default": "{{ '\\ud800' }}" + PLAIN}
-    assert render(tokenizer, MESSAGES[1:2]) == "?user:2 + 2?\n"
+def test_surrogates_become_question_marks():
+    tokenizer = byte_tokenizer(".", SPECIAL, template="{{ '\\ud800' }}" + PLAIN)
+    assert render(tokenizer, [{"role": "us\ud800er", "content": "\udfff?"}]) == "?us?er:??\n"
 
 
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     """Even if the tokenizer would merge the end of the prompt with the start of the answer."""
-    tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
-    tokenizer.templates = {"default": PLAIN}
+    tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"], template=PLAIN)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, messages))
     first = is_target.index(True)
     assert ids[:first] == encode_prompt(tokenizer, messages[:1])
     assert tokenizer.decode(ids[first:]) == "xyz<|endoftext|>\n" and is_target[-2:] == [True, False]
-    assert 257 in tokenizer.encode(theirs(messages, PLAIN, eos_token="")), "it does not merge"
+    assert 257 in tokenizer.encode("assistant:xyz"), "it does not merge"
 
 
-def test_encoding_a_conversation_takes_time_proportional_to_its_length(monkeypatch):
-    encode = LLAMA3.encode
+def test_a_long_conversation_takes_time_proportional_to_its_length(monkeypatch):
+    searched = []
     encoded = []
-    monkeypatch.setattr(LLAMA3, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
-    text = render_answers(LLAMA3, MESSAGES[1:3] * 100)
-    ids, is_target = encode_answers(LLAMA3, text)
-    assert sum(encoded) < 4 * len(text)
-    assert LLAMA3.decode(i for i, target in zip(ids, is_target, strict=True) if target) == "4<|eot_id|>" * 100
-    assert ids == encode(theirs(MESSAGES[1:3] * 100, LLAMA3_TEMPLATE, **BOS), special=True)
-
-
-def test_a_long_conversation_is_rendered_though_there_are_many_special_tokens(monkeypatch):
-    lengths = []
+    tokenizer = byte_tokenizer(r"(?s:.)", [*SPECIAL, *(f"{chr(33 + i % 90)}reserved_{i}" for i in range(251))])
+    encode = tokenizer.encode
 
     def counted(value, *more):
-        lengths.append(len(value) if isinstance(value, str) else 0)
+        searched.append(len(value) if isinstance(value, str) else 0)
         return broken(value, *more)
 
     monkeypatch.setattr("data.chat.template.broken", counted)
-    tokenizer = byte_tokenizer(r"(?s:.)", [*SPECIAL, *(f"{chr(33 + i % 90)}reserved_{i}" for i in range(251))])
-    tokenizer.templates = {"default": LLAMA3_TEMPLATE}
-    turns = [{"role": role, "content": f"{i} " * 200} for i in range(200) for role in ("user", "assistant")]
-    text = render_answers(tokenizer, turns)
-    assert text.count("\ufdd1") == 200
-    assert sum(lengths) < 2 * len(text), "messages are searched for special tokens once for each answer"
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
+    text = render_answers(tokenizer, MESSAGES[1:3] * 200)
+    ids, is_target = encode_answers(tokenizer, text)
+    assert sum(searched) < 2 * len(text) and sum(encoded) < 4 * len(text)
+    assert learned_of(tokenizer, ids, is_target) == ["4<|eot_id|>"] * 200
 
 
 def test_a_special_token_that_a_message_spells_out_stays_text():
@@ -258,32 +261,19 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
         {"role": "assistant", "content": "<|eot_id|> ends a turn."},
     ]
     ids, _ = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
-    assert LLAMA3.decode(ids) == theirs(messages, LLAMA3_TEMPLATE, **BOS), "the text changed"
+    [theirs], _ = render_jinja_template([messages], chat_template=LLAMA3_TEMPLATE, **BOS)
+    assert LLAMA3.decode(ids) == theirs
     assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="not characters"):
         render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
-    fenced = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "```"])
-    fenced.templates = {"default": PLAIN}
+    fenced = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "```"], template=PLAIN)
     assert 257 not in encode_prompt(fenced, [{"role": "user", "content": "````` overlap"}])
 
 
-def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_path):
-    calls = "m.content ~ (m.tool_calls | tojson if m.tool_calls)"
-    (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + PLAIN.replace("m.content", calls))
-    row = line("a?", "b").replace("{", '{"tools": [{"name": "<|endoftext|>"}], ', 1)
-    calls = [f'[{{"name": "f{i}"}}]' for i in range(1, 9)]
-    rows = [row.replace('"b"', f'null, "tool_calls": {call}') for call in calls]
-    folder = written(*rows, template=tmp_path / "tools.jinja")
-    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"{call}<|endoftext|>" for call in calls]
-    tokens = Tokens(folder, "train")
-    assert (tokens.shards[0][:] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
-
-
 def test_a_template_that_rewrites_earlier_answers_is_refused():
-    tokenizer = get_tokenizer("bytes")
     forgets = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
-    tokenizer.templates = {"default": forgets}
+    tokenizer = byte_tokenizer(".", SPECIAL, template=forgets)
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
     with pytest.raises(ValueError, match="message 2 differently when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
@@ -301,9 +291,8 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
         assert ids == theirs.apply_chat_template(messages)["input_ids"]
         prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
         assert encode_prompt(ours, messages[:-1]) == prompt
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
-        learned = ours.decode(token for token, target in zip(ids, is_target, strict=True) if target)
-        assert learned == "".join(f"{answer}<|im_end|>" for answer in answers)
+        answers = [f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"]
+        assert learned_of(ours, ids, is_target) == answers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,6 +331,9 @@ QWEN = """\
         {{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n' }}
     {%- endif %}
     {{- message.content if message.content is string }}
+    {%- for part in message.content if message.content is not string %}
+        {{- part.text }}
+    {%- endfor %}
     {%- if message.tool_calls is defined %}
         {%- for call in message.tool_calls %}
             {{- call_text(call.function if call.function else call) }}
@@ -362,45 +354,32 @@ DEEPSEEK = """\
     {{- message.content + '<|eot|>' if message.content }}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
-TEMPLATES = {"llama3.2": LLAMA32, "qwen": QWEN, "chatml": CHATML}
+KWARGS = "{{ 'think' if thinks else bos_token }}{% for d in documents or [] %}{{ d.text }}{% endfor %}" + CHATML
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+Q = {"role": "user", "content": "a?"}
+A = {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Rain?"}
-CALLED = {
-    "role": "assistant",
-    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}],
-}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
 FOUND = {"role": "tool", "content": "dry"}
 ANSWERED = {"role": "assistant", "content": "No."}
+CALLS = [ASKED, CALLED, FOUND, ANSWERED]
 
 
-@pytest.fixture(scope="module")
-def fast():
-    """A tokenizer of transformers: bytes, and the special tokens of ChatML."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield publish_chat_model(Path(folder))[1]
+def called(arguments):
+    return [
+        ASKED,
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL | {"arguments": arguments}}]},
+    ]
 
 
-@pytest.fixture
-def reads(fast, tmp_path):
-    """reads(template, row): the text that we learn from a row, without marks; reads.learned: the parts that are."""
-
-    def read(template, row):
-        fast.chat_template = template
-        fast.save_pretrained(tmp_path / "tokenizer")
-        tokenizer = get_tokenizer(tmp_path / "tokenizer")
-        [text] = chat.render_rows([("row", json.loads(json.dumps(row)))], tokenizer, refuse, Seen())
-        ids, is_target = encode_answers(tokenizer, text)
-        spans = itertools.groupby(zip(ids, is_target, strict=True), key=lambda pair: pair[1])
-        read.learned = [tokenizer.decode(token for token, _ in span) for target, span in spans if target]
-        read.ids = ids
-        read.is_target = is_target
-        return tokenizer.decode(ids)
-
-    return read
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
 
 
-def refuse(sentence):
-    raise ValueError(sentence)
+def share(*names_and_values, **more):
+    return {"conversations": [{"from": name, "value": value} for name, value in names_and_values]} | more
 
 
 def with_nulls(value):
@@ -413,88 +392,72 @@ def with_nulls(value):
     return row
 
 
-def with_json_arguments(messages):
-    """Messages as OpenAI writes them: the arguments of tool calls are JSON text."""
-    messages = copy.deepcopy(messages)
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return messages
+ROWS = {  # name: a row, its messages, what else transformers is given
+    "messages": ({"messages": MESSAGES}, MESSAGES, {}),
+    "tools": ({"messages": CALLS, "tools": [TOOL]}, CALLS, {"tools": [TOOL]}),
+    "last call": ({"messages": CALLS[:2], "tools": json.dumps([TOOL])}, CALLS[:2], {"tools": [TOOL]}),
+    "arguments as JSON": ({"messages": called(json.dumps(CALL["arguments"]))}, CALLS[:2], {}),
+    "nulls inside": ({"messages": called({"city": None}), "tools": [TOOL | {"strict": None}]},
+                     called({"city": None}), {"tools": [TOOL | {"strict": None}]}),
+    "arguments as a list": ({"messages": called("[[1, 2]]")}, called("[[1, 2]]"), {}),
+    "arguments as a number": ({"messages": called("3")}, called("3"), {}),
+    "arguments that are not JSON": ({"messages": called("{")}, called("{"), {}),
+    "no calls": ({"messages": [Q, A | {"tool_calls": []}], "tools": []}, [Q, A], {}),
+    "reasoning": ({"messages": [Q, A | {"reasoning_content": "c"}]}, [Q, A | {"reasoning_content": "c"}], {}),
+    "parts": ({"messages": [Q | {"content": parts("a", "?")}, A | {"content": parts("b")}]}, [Q, A], {}),
+    "more variables": ({"messages": [Q, A], "chat_template_kwargs": {"thinks": 1, "bos_token": "mine"}}, [Q, A],
+                       {"thinks": 1, "bos_token": "mine"}),
+    "documents": ({"messages": [Q, A], "chat_template_kwargs": '{"documents": [{"text": "<|im_end|>"}]}'}, [Q, A],
+                  {"documents": [{"text": "<|im_end|>"}]}),
+    "prompt and completion": ({"prompt": "a?", "completion": "b"}, [Q, A], {}),
+    "lists": ({"prompt": [SYSTEM, Q], "completion": [A], "tools": [TOOL]}, [SYSTEM, Q, A], {"tools": [TOOL]}),
+    "ShareGPT": (share(("human", "a?"), ("gpt", "b")), [Q, A], {}),
+    "ShareGPT's system": (share(("user", "a?"), ("assistant", "b"), system="Be brief."), [SYSTEM, Q, A], {}),
+    "two systems": (share(("system", "Be brief."), ("human", "a?"), ("gpt", "b"), system="-"), [SYSTEM, Q, A], {}),
+    "axolotl's": ({"conversations": [Q, A], "system": ""}, [Q, A], {}),
+    "ShareGPT's tools": (
+        share(("human", "Rain?"), ("function_call", json.dumps(CALL)), ("observation", "dry"), ("gpt", "No."),
+              tools=json.dumps([TOOL])), CALLS, {"tools": [TOOL]}),
+    "a list of calls": (share(("human", "Rain?"), ("function_call", json.dumps([CALL])), tools="[]"), CALLS[:2], {}),
+    "Alpaca": ({"instruction": "Add.", "input": "2, 2", "output": "4"},
+               [{"role": "user", "content": "Add.\n2, 2"}, {"role": "assistant", "content": "4"}], {}),
+    "Alpaca without input": ({"instruction": "a?", "input": "", "output": "b", "history": None}, [Q, A], {}),
+    "Alpaca's history": ({"instruction": "Rain?", "output": "No.", "system": "Be brief.", "history": [["a?", "b"]]},
+                         [SYSTEM, Q, A, ASKED, ANSWERED], {}),
+    "other keys": ({"messages": [Q, A], "system": "Be brief.", "prompt": "a?", "id": 1}, [SYSTEM, Q, A], {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("messages, tools", [
-    (MESSAGES, None),
-    ([ASKED, CALLED, FOUND, ANSWERED], [TOOL]),
-    ([ASKED, CALLED | {"content": ""}], [TOOL]),
-    ([ASKED, ANSWERED | {"reasoning_content": "It is dry."}], None),
-], ids=["chat", "tools", "last call", "reasoning"])  # fmt: skip
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_row_with_null_keys_renders_as_transformers_renders_it_without_them(reads, fast, name, messages, tools):
-    if name == "chatml" and tools:
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("template", [LLAMA32, QWEN, KWARGS], ids=["llama3.2", "qwen", "kwargs"])
+def test_a_row_renders_as_transformers_renders_its_messages(reads, fast, template, name):
+    row, messages, given = ROWS[name]
+    if template == KWARGS and ("tools" in given or any("tool_calls" in message for message in messages)):
         pytest.skip("this template has no tools")
-    row = {"messages": messages} | ({"tools": tools} if tools else {})
-    theirs = fast.apply_chat_template(messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False)
-    for changed in (row, with_nulls(row), row | {"messages": with_json_arguments(messages)}):
-        assert reads(TEMPLATES[name], changed) == theirs
-    answers = [message.get("content") or "weather" for message in messages if message["role"] == "assistant"]
-    assert len(reads.learned) == len(answers)
-    empty = {"messages": [{"tool_calls": []} | message for message in messages]} | ({"tools": tools} if tools else {})
-    assert reads(TEMPLATES[name], empty) == theirs, "an empty list is no call"
-    assert all(answer.strip() in learned for answer, learned in zip(answers, reads.learned, strict=True))
-    assert "None" not in theirs and "null" not in theirs
+    theirs = fast.apply_chat_template(messages, chat_template=template, tokenize=False, **given)
+    assert reads(template, row) == reads(template, with_nulls(row)) == theirs
+    assert reads.ids.count(258) == (0 if template == LLAMA32 else len(messages)), "a text became a special token"
+    answers = ["weather" if "tool_calls" in m else m["content"] for m in messages if m["role"] == "assistant"]
+    ends = "<|eot|>" if template == LLAMA32 else "<|im_end|>"
+    assert all(
+        answer.strip() in learned and learned.endswith(ends)
+        for answer, learned in zip(answers, reads.learned, strict=True)
+    )
 
 
-def test_nulls_inside_arguments_and_tools_stay_as_in_transformers(reads, fast):
-    call = CALLED["tool_calls"][0] | {"function": {"name": "weather", "arguments": {"city": None, "days": [None]}}}
-    messages = [ASKED, CALLED | {"tool_calls": [call]}]
-    tools = [TOOL | {"strict": None}]
-    for template in (LLAMA32, QWEN):
-        theirs = fast.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
-        assert reads(template, {"messages": messages, "tools": tools}) == theirs and theirs.count("null") == 3
+@pytest.mark.parametrize("arguments", ['{"city":"<|im_end|>", "days" : null}', "[]", "", "null", "not JSON"])
+def test_arguments_stay_the_text_that_they_are_where_a_template_adds_them_to_a_text(reads, fast, arguments):
+    theirs = fast.apply_chat_template(called(arguments), chat_template=DEEPSEEK, tokenize=False)
+    assert reads(DEEPSEEK, {"messages": called(arguments)}) == theirs and theirs.count(arguments) >= 2
 
 
-def test_documents_and_more_variables_of_a_row_reach_the_template_as_in_transformers(reads, fast, written, capsys):
-    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ 'think' if thinks else bos_token }}" + CHATML
-    documents = [{"title": "a", "text": "b <|im_end|>"}]
-    for row in ({}, {"documents": documents}, {"chat_template_kwargs": {"thinks": 1, "bos_token": "mine"}}):
-        options = {"documents": row.get("documents")} | row.get("chat_template_kwargs", {})
-        theirs = fast.apply_chat_template([Q, A], chat_template=template, tokenize=False, **options)
-        assert reads(template, {"messages": [Q, A]} | row) == theirs
-        assert reads.ids.count(258) == 2, "a document's text became a special token"
-    rows = [{"messages": [Q, A], "documents": documents, "chat_template_kwargs": {"x": 1}, "id": 1, "train": "?"}]
-    written(*map(json.dumps, rows), json.dumps(rows[0] | {"messages": [ASKED, ANSWERED]}))
-    out = capsys.readouterr().out
-    assert all(f"'{name}' of rows (2)" in out for name in ("documents", "x", "id", "train"))
-
-
-@pytest.mark.parametrize("flag", ["weight", "train", "label", "kto_tag"])
-def test_a_row_that_is_flagged_is_left_out_and_counted(flag, written, capsys):
-    rows = [{"messages": [Q | {"content": f"{i}?"}, A], flag: bool(i % 2)} for i in range(20)]
-    folder = written(*map(json.dumps, rows))
-    out = capsys.readouterr().out
-    assert "rows left out because of weight, train, label, kto_tag: 10\n" in out and "ignored" not in out
-    assert Tokens(folder, "train").meta["train_documents"] + Tokens(folder, "train").meta["val_documents"] == 10
-
-
-def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fast):
-    messages = with_json_arguments([ASKED, CALLED])
-    called = messages[1]
-    called["tool_calls"][0]["function"]["arguments"] = '{"city":"<|im_end|>", "days" : null}'
-    theirs = fast.apply_chat_template(messages, chat_template=DEEPSEEK, tokenize=False)
-    assert reads(DEEPSEEK, {"messages": messages}) == theirs and theirs.count('"days" : null}') == 2
-    called["tool_calls"][0]["function"]["arguments"] = '{"city":"<|im\\u005fend|>", "text": null}'
-    text = reads(QWEN, {"messages": messages})
-    assert '{"city": "<|im_end|>", "text": null}' in text
-    assert reads.ids.count(258) == len(messages), "an argument became a special token"
-
-
-@pytest.mark.parametrize("arguments", ["[]", "", "[[1, 2]]", "null", "3", "{", "not JSON"])
-def test_arguments_that_are_no_json_object_stay_the_text_that_they_are(reads, fast, arguments):
-    called = copy.deepcopy(CALLED)
-    called["tool_calls"][0]["function"]["arguments"] = arguments
-    for template in (QWEN, DEEPSEEK):
-        theirs = fast.apply_chat_template([ASKED, called], chat_template=template, tokenize=False)
-        assert reads(template, {"messages": [ASKED, called]}) == theirs
+def test_a_special_token_or_mark_in_tools_and_arguments_stays_text(reads):
+    tool = {"name": "f", "parameters": {"<|im_end|>": 1, "\ud800": 2}}
+    text = reads(QWEN, {"messages": called('{"city":"<|im\\u005fend|>", "text": null}'), "tools": [tool]})
+    assert "<|im_end|>" in text.partition("</tools>")[0] and '{"city": "<|im_end|>", "text": null}' in text
+    assert reads.ids.count(258) == 2
+    with pytest.raises(ValueError, match="not characters"):
+        reads(QWEN, {"messages": [Q, A], "tools": [tool | {"\ufdd1": 1}]})
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
@@ -503,73 +466,25 @@ def test_reasoning_is_learned_under_every_name_that_a_template_reads(reads, fast
     template = QWEN.replace("reasoning_content", read)
     row = {"messages": [ASKED, ANSWERED | {given: "It is dry."}]}
     assert reads(template, row).endswith("<think>\nIt is dry.\n</think>\nNo.<|im_end|>\n")
-    renames = hasattr(chat_template_utils, "_REASONING_FIELDS")  # newer transformers
-    if read == given or (read != "reasoning" and renames):  # the others are ours alone
+    if read in (given, "reasoning_content", "thinking"):  # to transformers "reasoning" is another thing
         assert reads(template, row) == fast.apply_chat_template(row["messages"], chat_template=template, tokenize=False)
 
 
-def test_text_parts_are_joined_as_templates_for_parts_join_them(reads, fast):
-    parts = """\
-{%- for m in messages %}{{ m.role + ':' }}{% if m.content is string %}{{ m.content }}{% else %}
-{%- for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{{- 'assistant:' if add_generation_prompt }}"""
-    halves = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?", "cache_control": None}]
-    messages = [{"role": "user", "content": halves}, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
-    theirs = fast.apply_chat_template(messages, chat_template=parts, tokenize=False)
-    assert reads(parts, {"messages": messages}) == theirs
-    assert reads.learned == ["4<|im_end|>"]
-    plain = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    theirs = fast.apply_chat_template(plain, chat_template=CHATML, tokenize=False)
-    assert reads(CHATML, {"messages": messages}) == theirs, "a template for texts"
-
-
-CALL = CALLED["tool_calls"][0]["function"]
-Q = {"role": "user", "content": "a?"}
-A = {"role": "assistant", "content": "b"}
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize("row, name, messages, tools", [
-    ({"prompt": "a?", "completion": "b"}, "prompt and completion", [Q, A], None),
-    ({"prompt": [SYSTEM, Q], "completion": [A], "tools": [TOOL]}, "prompt and completion", [SYSTEM, Q, A], [TOOL]),
-    ({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b", "weight": 1}]},
-     "ShareGPT", [Q, A], None),
-    ({"conversations": [{"from": "user", "value": "a?"}, {"from": "assistant", "value": "b"}], "system": "Be brief."},
-     "ShareGPT", [SYSTEM, Q, A], None),
-    ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a?"},
-                        {"from": "gpt", "value": "b"}], "system": "Be long."}, "ShareGPT", [SYSTEM, Q, A], None),
-    ({"conversations": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}], "system": ""},
-     "ShareGPT", [Q, A], None),
-    ({"conversations": [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": json.dumps(CALL)},
-                        {"from": "observation", "value": "dry"}, {"from": "gpt", "value": "No."}],
-      "tools": json.dumps([TOOL])}, "ShareGPT", [ASKED, CALLED, FOUND, ANSWERED], [TOOL]),
-    ({"conversations": [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": json.dumps([CALL])},
-                        {"from": "tool", "value": "dry"}, {"from": "gpt", "value": "No."}], "tools": "[]"},
-     "ShareGPT", [ASKED, CALLED, FOUND, ANSWERED], None),
-    ({"instruction": "Add.", "input": "2, 2", "output": "4"}, "Alpaca",
-     [{"role": "user", "content": "Add.\n2, 2"}, {"role": "assistant", "content": "4"}], None),
-    ({"instruction": "a?", "input": "", "output": "b", "history": None}, "Alpaca", [Q, A], None),
-    ({"instruction": "Rain?", "output": "No.", "system": "Be brief.", "history": [["a?", "b"]]}, "Alpaca",
-     [SYSTEM, Q, A, ASKED, ANSWERED], None),
-    ({"messages": [Q, A], "system": "Be brief.", "prompt": "a?", "id": 1}, "messages", [SYSTEM, Q, A], None),
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss_mask", "loss"])
+@pytest.mark.parametrize("of", [
+    lambda flags: {"messages": [Q, A | flags, Q, ANSWERED]},
+    lambda flags: {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"} | flags, ASKED,
+                                     ANSWERED]},
 ])  # fmt: skip
-def test_rows_of_shared_formats_render_as_transformers_renders_their_messages(reads, fast, row, name, messages, tools):
-    conversation = read_row(with_nulls(row))
-    assert (conversation.format, conversation.messages, conversation.tools) == (name, messages, tools)
-    theirs = fast.apply_chat_template(messages, tools=tools, chat_template=QWEN, tokenize=False)
-    assert reads(QWEN, row) == theirs
-    answers = ["<tool_call>" if "tool_calls" in m else m["content"] for m in messages if m["role"] == "assistant"]
-    assert all(answer in learned for answer, learned in zip(answers, reads.learned, strict=True))
-    assert all(learned.endswith("<|im_end|>") for learned in reads.learned)
-
-
-def test_of_a_prompt_of_messages_no_answer_is_learned(reads):
-    """As TRL's prompt-completion format says: also where a template writes its answers differently later."""
-    template = CHATML.replace(
-        "message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"
-    )
-    reads(template, {"prompt": [Q, A, ASKED], "completion": [ANSWERED]})
-    assert reads.learned == ["No.<|im_end|>"]
+def test_an_answer_that_is_flagged_is_not_learned(reads, flag, of):
+    for off, on in ((0, 1), (False, True), (0.0, None)):
+        reads(CHATML, of({flag: off}))
+        assert reads.learned == ["No.<|im_end|>"]
+        reads(CHATML, of({flag: on}))
+        assert reads.learned == ["b<|im_end|>", "No.<|im_end|>"]
+    for wrong in ("0", 0.5, [0], {}):
+        with pytest.raises(ValueError, match=rf"row: message 2 has .*{flag}"):
+            reads(CHATML, of({flag: wrong}))
 
 
 MARKED = """\
@@ -620,99 +535,55 @@ def test_marks_that_no_answer_can_be_told_by_are_refused(reads):
         reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
 
 
-def test_the_end_of_turn_is_found_before_a_line_break_that_is_learned_too(written, tmp_path):
-    template = MARKED_TEMPLATES["line break after the end"].replace("'<|im_end|>", "eos_token + '")
-    (tmp_path / "marked.jinja").write_text(template)
-    folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "marked.jinja")
-    assert Tokens(folder, "train").meta["eos"] == [256]
-    assert all(text.endswith("<|endoftext|>\n") for text in targets_of(folder))
-
-
-@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss_mask", "loss"])
-@pytest.mark.parametrize("of", [
-    lambda flags: {"messages": [Q, A | flags, Q, ANSWERED]},
-    lambda flags: {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"} | flags,
-                                     {"from": "human", "value": "a?"}, {"from": "gpt", "value": "No."}]},
-    lambda flags: {"prompt": [Q], "completion": [A | flags, Q, ANSWERED]},
-])  # fmt: skip
-def test_an_answer_that_is_flagged_is_not_learned(reads, flag, of):
-    for off, on in ((0, 1), (False, True), (0.0, None)):
-        reads(CHATML, of({flag: off}))
-        assert reads.learned == ["No.<|im_end|>"]
-        reads(CHATML, of({flag: on}))
-        assert reads.learned == ["b<|im_end|>", "No.<|im_end|>"]
-    for wrong in ("0", 0.5, [0], {}):
-        with pytest.raises(ValueError, match=rf"row: message \d has {flag}"):
-            reads(CHATML, of({flag: wrong}))
-
-
-def test_formats_and_keys_that_the_template_does_not_read_are_printed_and_counted(written, capsys):
-    share = {"conversations": [{"from": "human", "value": "?", "mood": 1}, {"from": "gpt", "value": "b", "name": "x"}]}
-    rows = [share | {"id": i} for i in range(1200)] + [{"instruction": f"{i}?", "output": "c"} for i in range(3)]
+def test_formats_and_keys_that_nothing_reads_are_printed_and_counted_in_bounded_memory(written, capsys):
+    turns = [{"from": "human", "value": "?", "mood": 1}, {"from": "gpt", "value": "b", "name": "x"}]
+    rows = [{"conversations": turns, "id": i} for i in range(1200)]
+    rows += [{"instruction": f"{i}?", "output": "c"} for i in range(3)]
     rows += [{"messages": [Q, A | {"weight": 1, "train": True, "refusal": None}]}]
     rows += [{"messages": [Q, A | {"thinking": "hm"}]}]
     written(*map(json.dumps, rows), "{}", errors="skip")
     out = capsys.readouterr().out
     assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 2 rows of messages\n" in out
     [ignored] = [line for line in out.splitlines() if line.startswith("ignored")]
-    messages = [f"{name} of messages" for name in ("'mood'", "'name'")]
-    assert all(f"{name} (1,200)" in ignored for name in ("'id' of rows", *messages))
+    for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
+        assert name in ignored
     assert "'thinking' of messages (1)" in ignored and ignored.count(" of ") == 4
-
-
-def test_ignored_keys_take_bounded_memory_and_space(reads):
     seen = Seen()
     for i in range(200):
-        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A], f"{i}{'y' * 500}": 1}), set())
+        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A], f"{i}{'y' * 500}": 1}), frozenset())
     assert len(seen.ignored) == 100 and len(" ".join(seen.sentences())) < 1000
 
 
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")
-@pytest.mark.parametrize("saved", ["one file", "several files"])
-def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoints(saved, train, tmp_path):
+@pytest.mark.parametrize("several", [False, True], ids=["one file", "several files"])
+def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoints(several, train, tmp_path):
     named = {"default": CHATML, "tool_use": QWEN, "rag": "?\n"}
     _, fast = publish_chat_model(tmp_path / "hf", rope_scaling=None)
     (tmp_path / "hf/chat_template.jinja").unlink()
     fast.chat_template = named
-    fast.save_pretrained(tmp_path / "hf", save_jinja_files=saved == "several files")
-    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
-        assert (tmp_path / "hf" / name).exists() == (saved == "several files")
+    fast.save_pretrained(tmp_path / "hf", save_jinja_files=several)
+    assert (tmp_path / "hf/additional_chat_templates/tool_use.jinja").exists() == several
     rows = [{"messages": [Q | {"content": f"{i}?"}, A], "tools": [TOOL] * (i % 2)} for i in range(40)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
     shape = dict(n_embd=64, ffn_dim=96, block_size=256, tie_embeddings=True)
     train(dataset=tmp_path / "data", init_from=tmp_path / "hf", mask_documents=True, max_iters=1, **shape)
     [checkpoint] = (tmp_path / "out").glob("step_*")
-    exported = transformers.AutoTokenizer.from_pretrained(checkpoint)
     convert(tmp_path / "hf", tmp_path / "converted", "bfloat16")
-    converted = transformers.AutoTokenizer.from_pretrained(tmp_path / "converted")
-    assert exported.chat_template == converted.chat_template == named
+    saved = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, tmp_path / "converted")]
     tokenizer = tokenizer_of(tmp_path / "data")
     assert tokenizer.templates == tokenizer_of(checkpoint).templates == named
+    for messages, tools in (([Q, A], None), (CALLS, [TOOL])):
+        theirs = fast.apply_chat_template(messages, tools=tools)["input_ids"]
+        [text] = chat.render_rows([("", {"messages": messages, "tools": tools})], tokenizer, refuse, Seen())
+        assert encode_answers(tokenizer, text)[0] == theirs
+        assert all(other.apply_chat_template(messages, tools=tools)["input_ids"] == theirs for other in saved)
     (tmp_path / "mine.jinja").write_text("mine" + CHATML)
-    chat.prepare(
-        [tmp_path / "chats.jsonl"], tmp_path / "mine", str(tmp_path / "hf"), tmp_path / "mine.jinja", errors="skip"
-    )
-    assert tokenizer_of(tmp_path / "mine").templates == {"default": "mine" + CHATML, "rag": "?\n"}
-    for messages, tools in (([Q, A], None), ([ASKED, CALLED, FOUND, ANSWERED], [TOOL])):
-        for row in ({"messages": messages, "tools": tools}, {"messages": messages, "tools": tools or []}):
-            [text] = chat.render_rows([("", row)], tokenizer, refuse, Seen())
-            theirs = fast.apply_chat_template(messages, tools=tools)["input_ids"]
-            assert encode_answers(tokenizer, text)[0] == theirs
-            assert exported.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
-            assert converted.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
-
-
-def test_a_list_without_a_default_template_renders_only_conversations_with_tools(fast, tmp_path):
-    fast.chat_template = {"tool_use": QWEN}
-    fast.save_pretrained(tmp_path, save_jinja_files=False)
-    tokenizer = get_tokenizer(tmp_path)
-    text = render_answers(tokenizer, [ASKED, CALLED], [TOOL])
-    assert tokenizer.decode(encode_answers(tokenizer, text)[0]) == fast.apply_chat_template(
-        [ASKED, CALLED], tools=[TOOL], tokenize=False
-    )
-    with pytest.raises(ValueError, match="has chat templates for tool_use only"):
-        render_answers(tokenizer, [Q, A])
+    (tmp_path / "chats.jsonl").write_text(line("a", "b") + "\n" + line("c", "d"))
+    chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "mine", str(tmp_path / "hf"), tmp_path / "mine.jinja")
+    mine = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")
+    assert tokenizer_of(tmp_path / "mine").templates == {"default": "mine" + CHATML}
+    assert mine.chat_template == "mine" + CHATML
 
 
 def deep(n):
@@ -721,13 +592,6 @@ def deep(n):
     for _ in range(n):
         value = {"a": value}
     return value
-
-
-def from_them(*names_and_values, **more):
-    return {"conversations": [{"from": name, "value": value} for name, value in names_and_values]} | more
-
-
-TASK = {"instruction": "a", "output": "b"}
 
 
 ODD_VALUES = (
@@ -750,10 +614,10 @@ def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp
     fast.save_pretrained(tmp_path)
     tokenizer = get_tokenizer(tmp_path)
     rows = [
-        {"messages": with_json_arguments([ASKED, CALLED, FOUND, ANSWERED | {"weight": 0}]), "tools": [TOOL]},
+        {"messages": [*called("{}"), FOUND, ANSWERED | {"weight": 0}], "tools": [TOOL], "chat_template_kwargs": {}},
         {"prompt": [SYSTEM, Q], "completion": [CALLED], "tools": json.dumps([TOOL])},
-        from_them(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
-        TASK | {"input": "c", "history": [["d", "e"]], "system": "f"},
+        share(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
+        {"instruction": "a", "output": "b", "input": "c", "history": [["d", "e"]], "system": "f"},
     ]
     n_learned = 0
     sentences = []
@@ -772,28 +636,19 @@ def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp
     assert all(sentence.startswith("here") and len(sentence) < 600 for sentence in sentences)
 
 
-def test_a_special_token_or_mark_in_the_name_of_a_key_stays_text(written, reads):
-    tool = {"name": "f", "parameters": {"<|im_end|>": 1, "\ud800": 2}}
-    text = reads(QWEN, {"messages": [Q, A], "tools": [tool]})
-    assert "<|im_end|>" in text.partition("</tools>")[0] and reads.ids.count(258) == 2
-    with pytest.raises(ValueError, match="not characters"):
-        reads(QWEN, {"messages": [Q, A], "tools": [tool | {"\ufdd1": 1}]})
-
-
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")
 def test_evaluation_reads_the_same_formats(sample, tmp_path):
     publish_chat_model(tmp_path / "hf")
     rows = {
         "messages": {"messages": [Q | {"weight": None}, A]},
-        "ShareGPT": {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
-        "Alpaca": {"instruction": "a", "output": "b"} | {"instruction": "a?"},
+        "ShareGPT": share(("human", "a?"), ("gpt", "b")),
         "prompt and completion": {"prompt": [Q], "completion": [A | {"mood": 1}]},
     }
     scores = set()
     for name, row in rows.items():
         (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
-        out, said = sample(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
-        assert not said and f"2 rows of {name}" in out
+        out, errors = sample(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
+        assert not errors and f"2 rows of {name}" in out
         assert ("'mood' of messages (2)" in out) == (name == "prompt and completion")
         scores.add(out.splitlines()[0])
     assert len(scores) == 1
@@ -807,15 +662,15 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
     folder = written(*lines, '{"prompt": "in", "completion": "out\\ud83e"}', "", val_fraction=0.2)
     eos = "<|endoftext|>"
-    found = [targets_of(folder, split) for split in ("train", "val")]
+    train, val = (targets_of(folder, split) for split in ("train", "val"))
     expected = [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out?{eos}"]
-    assert 2 <= len(found[1]) <= 12 and sorted(sum(found, [])) == sorted(expected)
+    assert 2 <= len(val) <= 12 and sorted(train + val) == sorted(expected)
     meta = Tokens(folder, "train").meta
-    n_targets = sum(len(text.replace(eos, ".").encode()) for text in found[0])
-    assert (meta["train_documents"], meta["train_targets"]) == (len(found[0]), n_targets)
-    assert meta["train_bytes"] == meta["train_tokens"] - sum(text.count(eos) for text in found[0]) * (1 - len(eos))
-    said = f"{meta['train_targets'] / meta['train_tokens']:.1%} of the training tokens are learned"
-    assert said in capsys.readouterr().out
+    n_targets = sum(len(text.replace(eos, ".").encode()) for text in train)
+    assert (meta["train_documents"], meta["train_targets"]) == (len(train), n_targets)
+    assert meta["train_bytes"] == meta["train_tokens"] - sum(text.count(eos) for text in train) * (1 - len(eos))
+    share_learned = f"{meta['train_targets'] / meta['train_tokens']:.1%} of the training tokens are learned"
+    assert share_learned in capsys.readouterr().out
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
     assert meta["eos"] == [256] and tokenizer_of(folder).templates == {"default": PLAIN}
@@ -824,27 +679,29 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
         Tokens(folder, "train")
 
 
-def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_say_it(written, tmp_path, monkeypatch):
+@pytest.mark.parametrize("template, end", [
+    (PLAIN.replace("eos_token", "'<|im_end|>'"), 257),  # the tokenizer does not say it
+    (MARKED_TEMPLATES["line break after the end"].replace("'<|im_end|>", "eos_token + '"), 256),
+])  # fmt: skip
+def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "<|im_end|>"])
     monkeypatch.setattr(chat, "tokenizer_for_data", lambda _: tokenizer)
-    (tmp_path / "turns.jinja").write_text(PLAIN.replace("eos_token", "'<|im_end|>'"))
+    (tmp_path / "turns.jinja").write_text(template)
     folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "turns.jinja")
-    assert Tokens(folder, "train").meta["eos"] == [257, 256]
+    assert Tokens(folder, "train").meta["eos"][0] == end
 
 
 @pytest.mark.parametrize("bad, message", [
     ("{", "not JSON"),
     ('{"text": "a"}', "an object with text, expected an object with messages, or with prompt and completion"),
-    (json.dumps(TASK | {"messages": [Q, A]}), "fits several formats, messages and Alpaca"),
+    (json.dumps({"instruction": "a", "output": "b", "messages": [Q, A]}), "fits several formats, messages and Alpaca"),
     ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text can be learned"),
-    (json.dumps({"messages": [Q, A], "images": ["a.png"]}), "it has images, but only text can be learned"),
-    (json.dumps(from_them(("elf", "a"))), "a message is from 'elf', expected one of human"),
+    (json.dumps(share(("elf", "a"))), "a message is from 'elf', expected one of human"),
     (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
     (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which the chat template does not write"),
-    (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
-    (line("a", "b").replace('"b"', 'null, "tool_calls": [{}]'), "message 2 has tool calls, which the chat"),
+    (line("a", "b").replace('"b"', 'null, "tool_calls": [{}]'), "it has tool calls, which the chat template does not"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]
@@ -853,17 +710,6 @@ def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(writt
     folder = written(*good[:3], bad, *good[3:], errors="skip")
     assert Tokens(folder, "train").meta["train_documents"] == 8
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
-
-
-def test_a_row_that_takes_a_template_too_long_is_skipped_too(written, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("data.chat.sandbox.MOST_SECONDS", 1)
-    slow = "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    huge = "{% endfor %}{% elif messages[0].content == 'huge' %}{{ 'a'.ljust(10**10) }}{% endif %}"
-    (tmp_path / "limits.jinja").write_text(slow + huge + PLAIN)
-    rows = [line(f"{i}?", str(i)) for i in range(9)]
-    written(*rows, line("slow", "a"), line("huge", "a"), template=tmp_path / "limits.jinja", errors="skip")
-    report = capsys.readouterr().out
-    assert "left out by --errors skip: 2, the first:" in report and "chats.jsonl:10" in report
 
 
 def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(written, tmp_path, monkeypatch):
@@ -881,24 +727,21 @@ def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(wri
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
     (tmp_path / "empty.jinja").write_text("")
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
-    for template, error, message in (
-        (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
-        (tmp_path / "endless.jinja", ValueError, "does not end answers with a special token"),
-        (tmp_path / "empty.jinja", ValueError, "the chat template does not write the answers"),
-        (tmp_path / "none.jinja", OSError, "No such file or directory: .*none.jinja"),
+    for template, message in (
+        (None, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
+        (tmp_path / "endless.jinja", "does not end answers with a special token"),
+        (tmp_path / "empty.jinja", "the chat template does not write the answers"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             written(line("a", "b"), template=template)
     assert not (tmp_path / "data").exists()
-    with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
-        chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
 
 
 def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a_turn(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
     base = SimpleNamespace(path=tmp_path, pieces=None, config={"eos_token_id": 1, "bos_token_id": 0})
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=9, block_size=8)
-    found = hf_files(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1], "bos": 3})
-    config, generation = (json.loads(found[name]) for name in ("config.json", "generation_config.json"))
+    files = hf_files(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1], "bos": 3})
+    config, generation = (json.loads(files[name]) for name in ("config.json", "generation_config.json"))
     assert config["eos_token_id"] == generation["eos_token_id"] == [4, 1] and generation["temperature"] == 0.6
     assert config["bos_token_id"] == 3, "the data's, not that of the weights it began with"

@@ -9,9 +9,7 @@ A row is in exactly one format, which its keys tell (see FORMATS). Beside them i
 
     tools                   JSON schemas: a list, or the JSON text of one
     system                  a system message, used unless the conversation has one of its own
-    documents               for templates that read them
     chat_template_kwargs    {name: value} of more variables for the template, as TRL has them
-    weight, train           0 or false: the row is left out; also where TRL's label or LLaMA-Factory's kto_tag is false
 
 Keys of a row or of a message that are null are absent, as in transformers.
 """
@@ -22,9 +20,7 @@ from typing import Any, NamedTuple
 
 LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
-ROW_FLAGS = ("weight", "train", "label", "kto_tag")
-MEDIA = ("images", "videos", "audios")
-ROW_KEYS = {"tools", "system", "documents", "chat_template_kwargs", *MEDIA, *ROW_FLAGS}
+ROW_KEYS = {"tools", "system", "chat_template_kwargs"}
 MOST_IGNORED = 100  # names of ignored keys that are counted
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -38,7 +34,6 @@ class Conversation(NamedTuple):
     messages: list[dict]  # each with a role, most with a content; "weight": 0 if it is not to be learned
     tools: list[dict] | None
     variables: dict[str, Any]  # more of them, for the chat template
-    is_learned: bool
     ignored: list[str]  # keys of the row that nothing reads
 
 
@@ -52,21 +47,37 @@ def read_row(row: Any) -> Conversation:
         raise ValueError(f"found an object with {', '.join(row) or 'nothing':.80}, expected {EXPECTED}")
     if len(fitting) > 1:
         raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
-    if any(row.get(name) for name in MEDIA):
-        raise ValueError(f"it has {', '.join(row.keys() & set(MEDIA))}, but only text can be learned")
     [name] = fitting
     keys, more_keys, read_messages = FORMATS[name]
     messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
     if row.get("system") and not any(message["role"] == "system" for message in messages):
         messages = [checked({"role": "system", "content": row["system"]}, 0), *messages]
-    is_learned = all(row.get(flag, 1) != 0 for flag in ROW_FLAGS)
-    read = keys | more_keys | ROW_KEYS
-    ignored = [key for key in row if key not in read or (key in ROW_FLAGS and row[key] not in (0, 1))]
-    return Conversation(name, messages, tools_of(row), variables_of(row), is_learned, ignored)
+    tools = parsed(row, "tools", list)
+    variables = parsed(row, "chat_template_kwargs", dict)
+    ignored = [key for key in row if key not in keys | more_keys | ROW_KEYS]
+    return Conversation(name, messages, tools or None, variables, ignored)
 
 
 def without_nulls(value: dict) -> dict:
     return {name: each for name, each in value.items() if each is not None}
+
+
+def parsed(row: dict, name: str, kind: type) -> Any:
+    """The list or object in a row, which may stand there as JSON text. An empty one if there is none."""
+    value = parse_json(row.get(name) or kind(), kind)
+    if value is None:
+        raise ValueError(f"{name} is {row[name]!r:.60}, expected a {kind.__name__}, or the JSON text of one")
+    return value
+
+
+def parse_json(value: Any, kind: type) -> Any:
+    """A value of this type, or the one that a string holds as JSON. None if it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, kind) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -83,8 +94,6 @@ def from_prompt_and_completion(row: dict) -> list:
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise ValueError("one of prompt and completion is a text: both must be texts, or both lists of messages")
     messages = list_of_messages(row, "prompt")
     for message in messages:
         if message.get("role") == "assistant":
@@ -106,9 +115,8 @@ def from_sharegpt_message(message: dict) -> dict:
     if who != "function_call":
         return message | {"role": SHAREGPT_ROLES[who], "content": value}
     calls = parse_json(value, list) or [parse_json(value, dict)]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        expected = 'expected the JSON text of {"name": ..., "arguments": {...}}, or of a list of these'
-        raise ValueError(f"a message has {value!r:.60} as its function call, {expected}")
+    if not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"a function call is {value!r:.60}, expected the JSON text of an object, or of a list of them")
     return message | {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
@@ -136,7 +144,7 @@ EXPECTED = (
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Messages and tools
+# Messages
 
 
 def list_of_messages(row: dict, name: str) -> list[dict]:
@@ -150,12 +158,11 @@ def checked(message: dict, i: int) -> dict:
     """A message with its parts joined, and its flags as "weight": 0 or none. ValueError if it is malformed."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
-    for name in LEARN_FLAGS:
-        if message.get(name, 1) not in (0, 1):
-            raise ValueError(f"message {i} has {name} {message[name]!r:.40}, expected 0 or 1, false or true")
-    is_learned = all(message.get(name, 1) for name in LEARN_FLAGS)
+    flags = {name: message[name] for name in LEARN_FLAGS if name in message}
+    if any(flag not in (0, 1) for flag in flags.values()):
+        raise ValueError(f"message {i} has {flags!r:.60}, expected 0 or 1, false or true")
     message = {name: value for name, value in message.items() if name not in LEARN_FLAGS}
-    if not is_learned:
+    if not all(flags.values()):
         message["weight"] = 0
     if message.get("tool_calls") == []:  # some templates would read it as a call
         del message["tool_calls"]
@@ -172,36 +179,8 @@ def text_of(content: Any, i: int) -> str:
         raise ValueError(f"message {i} has {content!r:.40} as content, expected a text or a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            expected = "expected {'type': 'text', 'text': '...'}: only text can be learned"
-            raise ValueError(f"message {i} has {part!r:.60} as a part of its content, {expected}")
+            raise ValueError(f"message {i} has {part!r:.60} as a part of its content, but only text can be learned")
     return "".join(part["text"] for part in content)
-
-
-def parse_json(value: Any, kind: type) -> Any:
-    """A value of this type, or the one that a string holds as JSON. None if it is neither."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    return value if isinstance(value, kind) else None
-
-
-def tools_of(row: dict) -> list[dict] | None:
-    if row.get("tools", "") in ("", []):
-        return None
-    tools = parse_json(row["tools"], list)
-    if tools is None or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools is not a list of objects, or the JSON text of one, but {row['tools']!r:.60}")
-    return tools or None
-
-
-def variables_of(row: dict) -> dict[str, Any]:
-    """What a chat template gets besides messages and tools."""
-    variables = parse_json(row.get("chat_template_kwargs", {}), dict)
-    if variables is None:
-        raise ValueError(f"chat_template_kwargs is {row['chat_template_kwargs']!r:.60}, expected an object")
-    return {"documents": row.get("documents")} | variables
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,33 +188,27 @@ def variables_of(row: dict) -> dict[str, Any]:
 
 
 class Seen:
-    """Counts the rows of each format, those that are not to be learned, and the keys that nothing reads."""
+    """Counts the rows of each format, and the keys that nothing reads."""
 
     def __init__(self):
         self.rows = Counter()
-        self.n_left_out = 0
         self.ignored = Counter()
 
     def add(self, conversation: Conversation, names_read: frozenset[str]) -> None:
         """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
-        self.n_left_out += not conversation.is_learned
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
             known.update(REASONING)
-        variables = [name for name, value in conversation.variables.items() if value is not None and name not in known]
-        ignored = [f"{name!r:.40} of rows" for name in (*conversation.ignored, *variables)]
+        names = [f"{name!r:.40} of rows" for name in conversation.ignored]
         for message in conversation.messages:
-            ignored += [f"{name!r:.40} of messages" for name in message.keys() - known]
-        for name in ignored:
+            names += [f"{name!r:.40} of messages" for name in message.keys() - known]
+        for name in names:
             if name in self.ignored or len(self.ignored) < MOST_IGNORED:
                 self.ignored[name] += 1
 
     def sentences(self) -> list[str]:
-        rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
-        sentences = [rows]
-        if self.n_left_out:
-            sentences.append(f"rows left out because of {', '.join(ROW_FLAGS)}: {self.n_left_out:,}")
+        sentences = [", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())]
         if self.ignored:
             keys = ", ".join(f"{name} ({n:,})" for name, n in self.ignored.most_common(9))
             sentences.append(f"ignored, because nothing reads them: {keys}")

@@ -65,14 +65,10 @@ def render_rows(
         try:
             conversation = read_row(row)
             seen.add(conversation, names_read(template_of(tokenizer, conversation.tools)))
-            if not conversation.is_learned:
-                continue
             text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
-        except RecursionError:
-            bad(f"{where} is nested too deeply")
-        except (AttributeError, KeyError, TypeError) as error:  # a list where an object is expected, and the like
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:  # a list instead of an object, ...
             bad(f"{where} is malformed: {error!r:.200}")
         else:
             yield text
@@ -106,14 +102,11 @@ def prepare(
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
     chat_tokenizer = tokenizer_for_data(tokenizer)
-    templates = chat_tokenizer.templates
-    if template:  # in place of both that transformers chooses from
-        templates = {name: text for name, text in templates.items() if name not in ("default", "tool_use")}
-        templates["default"] = read_small(template, MOST_FILE_BYTES).decode()
-    elif "default" not in templates:
-        templates = templates | {"default": template_of(chat_tokenizer)}
-    chat_tokenizer.templates = templates
-    chat_tokenizer.files = with_templates(chat_tokenizer.files, templates)
+    if template:
+        chat_tokenizer.templates = {"default": read_small(template, MOST_FILE_BYTES).decode()}
+    elif not chat_tokenizer.templates:
+        chat_tokenizer.templates = {"default": template_of(chat_tokenizer)}
+    chat_tokenizer.files = with_templates(chat_tokenizer.files, chat_tokenizer.templates)
     eos = [end_of_turn(chat_tokenizer), *chat_tokenizer.eos]
     bad = Bad(errors)
     seen = Seen()

@@ -19,13 +19,11 @@ from datetime import datetime
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_BYTES = 2**31  # of memory, for the texts of one conversation: a worker process that starts meanwhile inherits it
 MOST_SECONDS = 10  # of the processor's time
 MOST_BITS = 10_000  # of a number in a template
-MOST_DECIMALS = 300  # to round a number to: those of a float
 
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
@@ -83,9 +81,9 @@ def compile_template(template: str) -> Template:
 
 @functools.lru_cache(maxsize=8)
 def names_read(template: str) -> frozenset[str]:
-    """What a template may read: its variables, and each name in message.name, message['name'] or 'name' in message."""
+    """What a template may read: its variables and filters, and message.name, message['name'] or 'name' in message."""
     tree = compile_template(template).environment.parse(template)
-    names = {node.name for node in tree.find_all(nodes.Name)}
+    names = {node.name for node in tree.find_all((nodes.Name, nodes.Filter))}
     names |= {node.attr for node in tree.find_all(nodes.Getattr)}
     names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return frozenset(names)
@@ -121,8 +119,8 @@ class Environment(ImmutableSandboxedEnvironment):
 def make_environment() -> Environment:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = to_json
-    environment.filters["round"] = round_number
-    del environment.filters["urlize"]  # takes time quadratic in a text's length, inside one operation
+    for name in ("round", "urlize"):  # they take any time inside one operation: 10**decimals, a length's square
+        del environment.filters[name]
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
@@ -130,13 +128,6 @@ def make_environment() -> Environment:
 
 def raise_exception(message):
     raise TemplateError(message)
-
-
-def round_number(value: float, precision: int = 0, method: str = "common") -> float:
-    """Jinja's round, which computes 10**precision."""
-    if abs(precision) > MOST_DECIMALS:
-        raise ArithmeticError(f"a number is rounded to more than {MOST_DECIMALS} decimals")
-    return do_round(value, precision, method)
 
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -40,65 +40,36 @@ def template_of(tokenizer: Tokenizer, tools: list[dict] | None = None) -> str:
 
     As in transformers, one that is called tool_use is for conversations with tools.
     """
-    if tools and "tool_use" in tokenizer.templates:
-        return tokenizer.templates["tool_use"]
-    if "default" in tokenizer.templates:
-        return tokenizer.templates["default"]
-    if tokenizer.templates:
-        raise ValueError(f"tokenizer {tokenizer.name} has chat templates for {', '.join(tokenizer.templates):.80} only")
-    if "<|eot_id|>" not in tokenizer.special_tokens:
+    templates = tokenizer.templates
+    if not templates and "<|eot_id|>" in tokenizer.special_tokens:
+        templates = {"default": LLAMA3_TEMPLATE}
+    name = "tool_use" if tools and "tool_use" in templates else "default"
+    if name not in templates:
         raise ValueError(
             f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
             "beside its files, or prepare conversations with --template FILE and finetune on them"
         )
-    return LLAMA3_TEMPLATE
-
-
-class Arguments(dict):
-    """The arguments of a tool call that came as JSON text: an object, and that text where a template writes it as one.
-
-    Most templates write the object with tojson; some add the text to others.
-    """
-
-    def __init__(self, parsed: dict, text: str):
-        super().__init__(parsed)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
+    return templates[name]
 
 
 def as_read(message: dict, names: frozenset[str]) -> dict:
-    """A message as transformers gives it to a template: reasoning has every name that templates read.
+    """A message as templates read it: reasoning under each of its names, and arguments of tool calls as an object.
 
-    And arguments that are JSON text, as in OpenAI's format, are an object.
+    names: what the template reads. One without tojson writes arguments as the JSON text that OpenAI's format has.
     """
-    if "tool_calls" in message:
+    if "tool_calls" in message and "tojson" in names:
         message = message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
     given = [message[name] for name in REASONING if name in message]
-    if given:
-        message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
-        if "reasoning" in names:
-            message.setdefault("reasoning", given[0])
-    return message
+    return message | dict.fromkeys(REASONING, given[0]) if given else message
 
 
 def parse_arguments(call: dict) -> dict:
-    """A call whose arguments are an object if they came as the JSON text of one; any other text stays what it is."""
+    """A call whose arguments are an object if they came as the JSON text of one."""
     function = call.get("function", call)
-    text = function.get("arguments")
-    if not isinstance(text, str):
+    arguments = parse_json(function.get("arguments"), dict)
+    if arguments is None:
         return call
-    parsed = parse_json(text, dict)
-    if parsed is None:
-        return call
-    function = function | {"arguments": Arguments(parsed, text)}
+    function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 
 
@@ -130,12 +101,8 @@ def render_answers(
     learned = [i for i in answers if messages[i].get("weight") != 0]
     if not learned:
         raise ValueError("there is no answer to learn: each has weight 0, or a flag that means the same")
-    written = ("content", *REASONING) if names.intersection(REASONING) else ("content",)
-    for i in learned:
-        if messages[i].get("tool_calls") and "tool_calls" not in names:
-            raise ValueError(f"message {i + 1} has tool calls, which the chat template does not write")
-        if not any(messages[i].get(name, "").strip() for name in written) and not messages[i].get("tool_calls"):
-            raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
+    if any(messages[i].get("tool_calls") for i in learned) and "tool_calls" not in names:
+        raise ValueError("it has tool calls, which the chat template does not write")
     template = compile_template(template_of(tokenizer, tools))
     inputs = inputs_of(tokenizer, messages, tools, variables)
     marked = write(template, inputs)
@@ -250,8 +217,7 @@ def without_surrogates(text: str) -> str:
 def broken(value, tokenizer: Tokenizer):
     """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):
-        marked = {broken(name, tokenizer): broken(each, tokenizer) for name, each in value.items()}
-        return Arguments(marked, broken(str(value), tokenizer)) if isinstance(value, Arguments) else marked
+        return {broken(name, tokenizer): broken(each, tokenizer) for name, each in value.items()}
     if isinstance(value, list):
         return [broken(each, tokenizer) for each in value]
     if not isinstance(value, str):
