@@ -52,9 +52,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks, settings, changes, tolerance", [
     (2, {}, {}, 1e-5),
-    (2, {}, dict(sharding="zero2") | FULL, 1e-5),
     (2, {}, ONE_SYNC, 1e-5),
-    (2, {}, HYBRID, 1e-5),  # one machine: no replicas
     (2, {}, ALL_OFFLOADED, 1e-5),
     (4, {}, dict(offload="optimizer") | HYBRID, 1e-5),
     (4, UNTIED, dict(sharding="zero2") | FULL, 1e-5),
@@ -73,7 +71,7 @@ def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, r
     check_ranks(train, alone(data, **settings), tmp_path, ranks, settings | changes | dict(dataset=data), tolerance)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
+@pytest.mark.parametrize("settings", [dict(sharding="zero2"), dict(offload="all")], ids=str)
 def test_groups_of_sequences_have_the_same_losses_on_two_ranks(train, alone, text_data, tmp_path, settings):
     before = "import kernels.execution as e\ne.MLP_CHUNK, seen, count = 1, set(), e.Execution.groups_of_sequences\n"
     before += "e.Execution.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
@@ -97,10 +95,7 @@ def test_all_process_groups_have_the_timeout(tmp_path):
     assert "timeouts 1:00:00\n" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "ranks, sharding, shape, reshard",
-    [(2, "zero3", (2,), True), (2, "zero2", (2,), False), (4, "hybrid", (2, 2), True)],
-)
+@pytest.mark.parametrize("ranks, sharding, shape, reshard", [(2, "zero2", (2,), False), (4, "hybrid", (2, 2), True)])
 def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ranks, sharding, shape, reshard):
     before = (
         "os.environ['LOCAL_WORLD_SIZE'] = '2'  # as on two machines\n"
@@ -117,12 +112,6 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
     train(ranks, script, sharding=sharding, max_iters=1)
 
 
-OTHER_SUMS = (  # in optimizers/: as if ranks added in another order
-    "import torch.distributed as dist; reduce = dist.all_reduce; dist.all_reduce = lambda *a, **k: "
-    "reduce(*a, **k) or 'optimizers' in sys._getframe(1).f_code.co_filename and a[0].mul_(1 + 2**-20)"
-)
-
-
 OTHER_NORM = (
     "from optimizers.on_device import OnDevice as D; norm = D.norm; D.norm = lambda self: norm(self) * (1 + 2**-20)"
 )
@@ -131,8 +120,7 @@ OTHER_NORM = (
 @pytest.mark.parametrize("settings, on_one_machine", [
     ({}, OTHER_NORM),
     (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # without a compiler
-    (dict(optimizer="galore", galore_rank=8), OTHER_SUMS),
-], ids=["another norm", "no C", "other sums of galore"])  # fmt: skip
+], ids=["another norm", "no C"])  # fmt: skip
 def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
@@ -184,24 +172,17 @@ def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=
     if settings.get("sharding") == "hybrid":
         script = machines_of(tmp_path, 2)
     script = script or wrapped(tmp_path, RENEW_OFTEN)
-    shutil.copytree(alone / "step_000005", tmp_path / "out/step_000005")  # begun by one rank, finished by several
-    shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
-    for out_dir, last in (("many", 5), ("out", 10)):
-        changes = dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=10, eval_interval=5)
-        done = train(ranks, script, **settings | changes)
-        assert done.stdout.count(f"step {last:05d}/{last}") == 1, "more than one rank printed"
-        assert len(step_losses(tmp_path / out_dir)) == last
-        for name, of_loss in (("loss", 1), ("val_loss", 1), ("grad_norm", 10)):
-            if name == "val_loss" and "batch_size" in settings:
-                continue  # eval_iters counts batches: of other blocks
-            found = numbers(tmp_path / out_dir, name)
-            assert_close(numbers(alone, name)[: len(found)], found, of_loss * tolerance)
+    done = train(ranks, script, max_iters=10, eval_interval=5, **settings)
+    assert done.stdout.count("step 00010/10") == 1, "more than one rank printed"
+    for name, of_loss in (("loss", 1), ("val_loss", 1), ("grad_norm", 10)):
+        if name == "val_loss" and "batch_size" in settings:
+            continue  # eval_iters counts batches: of other blocks
+        assert_close(numbers(alone, name), numbers(tmp_path / "out", name), of_loss * tolerance)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
-def test_a_line_has_the_means_since_the_last_one(train, tmp_path, n_ranks):
+def test_a_line_has_the_means_since_the_last_one(train, tmp_path):
     for interval in (1, 4):
-        train(n_ranks, max_iters=12, eval_interval=12, log_interval=interval, out_dir=tmp_path / str(interval))
+        train(2, max_iters=12, eval_interval=12, log_interval=interval, out_dir=tmp_path / str(interval))
     every, fourth = ([line for line in metrics(tmp_path / n) if "loss" in line] for n in ("1", "4"))
     assert [line["step"] for line in fourth] == [1, 4, 8, 12]
     for name in ("loss", "grad_norm"):
@@ -250,22 +231,22 @@ def test_ranks_with_different_settings_or_data_stop_before_training(train, tmp_p
 
 
 @pytest.mark.parametrize("place, phase", [
-    ("import data.loader as m; m.Tokens.__init__", "opening the dataset"),
+    ("import data.loader as m; m.Tokens.__init__", None),
     ("from optimizers.place import Place; Place.attach", "building the model"),
-    ("import runtime.checkpoint as m; m.read_rows", "starting"),
+    ("import runtime.checkpoint as m; m.read_rows", None),
 ], ids=["data", "optimizer", "checkpoint"])  # fmt: skip
-@pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
-def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_path, place, phase, fails):
+def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_path, place, phase):
+    """phase: in which it hangs; None: it fails."""
     before = "def fail(*_): time.sleep(1000)\n"
-    if fails:  # rank 1 fails while rank 0, which reports it, is slow
+    if phase is None:  # rank 1 fails while rank 0, which reports it, is slow
         before = "import builtins; say = print\n"
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
         before += "def fail(*_): raise OSError('no such luck')\n"
     before += f"if os.environ['RANK'] == '1': {place} = fail"
     if "m.read_rows" in place:  # of a checkpoint
         train(1, max_iters=2)
-    said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 3).stderr
-    if fails:
+    said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=3 if phase else 1000).stderr
+    if phase is None:
         assert said == "rank 1: no such luck\n"
     else:
         assert f"rank 0, step 0, {phase}, lost another rank or its connection" in said, said

@@ -95,15 +95,15 @@ def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weigh
 
 
 def test_weight_decay_reaches_matrices_only():
-    changes = []
+    updated = []
     for weight_decay in (0.0, 0.5):
         torch.manual_seed(0)
         model, optimizer = optimizer_of(torch.float32, weight_decay)
-        before = {name: w.detach().clone() for name, w in model.named_parameters()}
+        before = model.weight.detach().clone()
         optimizer.step(lr=0.1)
-        changes.append({name: w.detach() - before[name] for name, w in model.named_parameters()})
-    torch.testing.assert_close(changes[1]["weight"] - changes[0]["weight"], -0.1 * 0.5 * before["weight"])
-    assert torch.equal(changes[1]["bias"], changes[0]["bias"])
+        updated.append(model)
+    torch.testing.assert_close(updated[1].weight - updated[0].weight, -0.1 * 0.5 * before)
+    assert torch.equal(updated[1].bias, updated[0].bias)
 
 
 @pytest.mark.parametrize("grad_clip, scales, factor", [(100.0, False, 1), (1.0, False, 1 / 6), (1.0, True, 1 / 6)])
@@ -192,22 +192,6 @@ GALORE = dict(optimizer="galore", galore_rank=4)
 RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1)]
 
 
-@pytest.mark.parametrize("rule, place", [*((rule, OnDevice) for rule in RULES), (AdamW(), OnCPU)], ids=str)
-def test_a_default_dtype_for_models_changes_no_step(rule, place, request):
-    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.set_default_dtype(dtype)
-        torch.manual_seed(0)
-        model = llama(CONFIG_IN_ROWS)
-        optimizer = Optimizer(model, rule, place(), grad_clip=1.0, scales_loss=True)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, dtype=torch.float32)
-        optimizer.accumulate()
-        found.append([optimizer.step(0.1), *optimizer.tensors().values()])
-    assert all(torch.equal(*both) for both in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("rule", RULES, ids=type)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
@@ -238,8 +222,7 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     (GALORE, (2, 3), {"galore_rank": 2}),
     (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), {"galore_rank": 2}),
     *((settings, (2, 2), {"n_layer": 3}) for settings in (
-        {}, dict(dtype="bfloat16"), dict(dtype="float16"), dict(dtype="bfloat16", offload="optimizer"),
-        dict(dtype="float16", offload="all"), dict(tie_embeddings=False, n_embd=24, ffn_dim=19),
+        dict(dtype="float16", offload="all"), dict(tie_embeddings=False, n_embd=24, ffn_dim=19, dtype="bfloat16"),
     )),
 ], ids=str)  # fmt: skip
 def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another(
@@ -411,8 +394,8 @@ def test_half_precision_follows_float32(train, tmp_path):
         run = train(**settings, dtype=dtype, out_dir=tmp_path / dtype)
         assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
         assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / dtype), 0.05)
-    for dtype in ("bfloat16", "float16", "float32"):  # one step in each, from the previous checkpoint
-        run = train(max_iters=run["max_iters"] + 1, lr_decay_iters=30, dtype=dtype, out_dir=tmp_path / "float32")
+    for last, dtype in ((31, "bfloat16"), (32, "float16")):  # one step in each, from the previous checkpoint
+        train(max_iters=last, lr_decay_iters=30, dtype=dtype, out_dir=tmp_path / "float32")
         assert step_losses(tmp_path / "float32")[-1] < 3.3, f"begins anew in {dtype}"
 
 
@@ -432,13 +415,11 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
     assert train(dtype="float16", max_iters=9)["optimizer"].loss_scale.scale == 2.0**14, "resumed"
 
 
-def test_the_float16_scale_counts_2000_steps_from_where_float16_began_across_a_resume(train, tmp_path):
-    train(lr_decay_iters=12, max_iters=4)
+def test_the_float16_scale_counts_2000_steps_across_a_resume(train, tmp_path):
+    train(lr_decay_iters=12, max_iters=4, dtype="float16")
+    edit_run(tmp_path / "out/step_000004", loss_scale_since=6 - 2000)
     run = train(lr_decay_iters=12, max_iters=8, dtype="float16")
-    assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**16, "loss_scale_since": 4}
-    edit_run(tmp_path / "out/step_000008", loss_scale_since=10 - 2000)
-    run = train(lr_decay_iters=12, max_iters=12, dtype="float16")
-    assert run["optimizer"].loss_scale.state(12) == {"loss_scale": 2.0**17, "loss_scale_since": 10}
+    assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**17, "loss_scale_since": 6}
 
 
 def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
