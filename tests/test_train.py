@@ -70,7 +70,6 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
 
 @pytest.mark.parametrize("settings", [
     dict(activation_checkpointing="selective"),
-    dict(activation_checkpointing="full"),
     dict(kernels="blocks", activation_checkpointing="selective", mlp_chunks=3),
     dict(kernels="none"),
     dict(kernels="none", activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
@@ -80,7 +79,6 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
     dict(offload="all", batch_size=1, gradient_accumulation_steps=4, activation_checkpointing="full"),
     dict(offload="all", n_layer=5, tie_embeddings=False),  # more blocks than stream_weights.py has slots
     dict(offload="all", n_layer=1, activation_checkpointing="selective"),
-    dict(offload="all", n_layer=4, activation_checkpointing="full", offload_activations=True),
 ], ids=str)  # fmt: skip
 def test_kernels_checkpointing_and_offload_do_not_change_the_losses(train, plain_losses, tmp_path, settings):
     train(**settings)
@@ -131,12 +129,6 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     with torch.no_grad():
         expected = run["model"](*run["to_device"](blocks)).item()
     assert run["evaluate"]() == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_seed_sets_the_weights_and_the_data_order(train, tmp_path):
-    a, b = (train(seed=seed, learning_rate=0, max_iters=1, out_dir=tmp_path / str(seed)) for seed in (1, 2))
-    assert not torch.equal(a["model"].tok_embeddings.weight, b["model"].tok_embeddings.weight)
-    assert not torch.equal(a["read_step"](0)[0][1], b["read_step"](0)[0][1])
 
 
 def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_another_without_a_bos(
@@ -190,8 +182,10 @@ def test_evaluation_reads_the_same_blocks_whatever_the_batch_and_touches_no_trai
     assert_close(other["evaluate"](), whole["evaluate"](), 1e-5)  # 3 does not divide the blocks: none counts twice
 
 
-def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train):
+def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train, tmp_path):
     run = train(block_size=64, batch_size=1)
+    other = train(block_size=64, batch_size=1, seed=2, max_iters=1, out_dir=tmp_path / "2")
+    assert not torch.equal(run["read_step"](0)[0][1], other["read_step"](0)[0][1])
     n_blocks = run["train_data"].n_blocks
     epochs = []
     for epoch in (0, 1):
