@@ -59,10 +59,8 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
         return tokenizer
     path = Path(name)
-    if path.name == "tokenizer.json" and path.is_file():
-        return tokenizer_of(path.parent)
-    if path.is_dir():
-        return tokenizer_of(path)
+    if path.is_dir() or path.name == "tokenizer.json":
+        return tokenizer_of(path if path.is_dir() else path.parent)
     if path.is_file():
         return read_model(path)
     hint = did_you_mean(str(name), {known: known for known in NAMES})
@@ -86,18 +84,13 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     generation = parse(files.get("generation_config.json", b"{}"), folder / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
-    has_model = any((folder / file).exists() for file in MODEL_FILES)
+    is_llama3 = name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size"))
     if "tokenizer.json" in files:
         tokenizer = read_json(folder / "tokenizer.json", files, name, eos)
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
-    elif name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size")) or has_model:
-        tokenizer = read_model(find_model(folder, ROOT))
     else:
-        raise FileNotFoundError(
-            f"{folder} does not say its tokenizer, and has none of tokenizer.json, {', '.join(MODEL_FILES)}; "
-            f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
-        )
+        tokenizer = read_model(find_model(folder, *([ROOT] if is_llama3 else [])))
     if meta and meta["vocab_size"] < tokenizer.n_vocab:
         found = f"meta.json has vocab_size {meta['vocab_size']}, but its tokenizer"
         raise ValueError(f"{folder}/{found} {tokenizer.name} has {tokenizer.n_vocab} tokens: prepare the data again")
@@ -107,8 +100,6 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.hf_bos = tokenizer.bos
     elif tokenizer.bos is None:
         tokenizer.bos = doc_start_of(config)
-    if tokenizer.bos is not None and tokenizer.bos >= tokenizer.n_vocab:
-        raise ValueError(f"{folder} begins texts with {tokenizer.bos}, which is no token of its tokenizer")
     tokenizer.templates = templates_of(files)
     return tokenizer
 
@@ -202,13 +193,13 @@ def read_model(file: Path) -> Tokenizer:
 
 
 def find_model(*places: Path) -> Path:
-    """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
-    files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
+    """The first tokenizer.model of Meta's in these folders."""
+    files = [place / name for place in places for name in MODEL_FILES]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise FileNotFoundError(
-            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or in '.join(map(str, places))}. "
-            "Accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
+            f"no tokenizer.json or tokenizer.model in {' or in '.join(map(str, places))}. For Llama 3's accept the "
+            "license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
             f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
         )
     return file

@@ -122,19 +122,16 @@ class HuggingFace(Tokenizer):
             raise ImportError(f"{path} needs a package ({error}): pip install tokenizers") from error
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+            ids = self.backend.get_vocab(with_added_tokens=True)
+            self.add_configured_tokens(config, ids)
         except Exception as error:  # tokenizers has no exception class of its own
-            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!s:.200}") from error
+            problem = "or a file beside it is damaged, or not as transformers writes it"
+            raise ValueError(f"{path} {problem}: {error!r:.200}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
-        ids = self.backend.get_vocab(with_added_tokens=True)
         self.name = vocabulary_name(ids)
         self.n_vocab = max(ids.values()) + 1
         self.files = files
-        try:
-            self.add_configured_tokens(config, ids)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"has special or added tokens that are not as transformers writes them: {error!r:.60}"
-            raise ValueError(f"{path.with_name('tokenizer_config.json')} {reason}") from error
         added = self.backend.get_added_tokens_decoder().values()
         self.special_tokens = {token.content for token in added if token.special}
         self.special_ids = {ids[token] for token in self.special_tokens}
@@ -168,21 +165,13 @@ class HuggingFace(Tokenizer):
         ids = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if special or self.special_ids.isdisjoint(ids):
             return ids
-        return [part for token in ids for part in self.spelled_out.get(token, [token])]
+        # Models such as Unigram have special tokens among their pieces. Spell these, but for the unknown token.
+        spelled = self.special_ids - {piece.id for piece in self.backend.model.tokenize("\uffff")}
+        return [part for token in ids for part in (self.characters(token) if token in spelled else [token])]
 
-    @functools.cached_property
-    def spelled_out(self) -> dict[int, list[int]]:
-        """The ids of the characters of each special token, for models that have these among their pieces, as Unigram
-        ones do. But of the one for unknown characters: texts need it.
-        """
-        model = json.loads(self.backend.to_str())["model"]
-        unknown = {model.get("unk_id"), self.backend.token_to_id(model.get("unk_token") or "")}
-        ids = {self.backend.token_to_id(token): token for token in self.special_tokens}
-        return {
-            i: [part.id for char in token for part in self.backend.model.tokenize(char)]
-            for i, token in ids.items()
-            if i not in unknown
-        }
+    def characters(self, token: int) -> list[int]:
+        """The ids of a token's characters."""
+        return [piece.id for char in self.backend.id_to_token(token) for piece in self.backend.model.tokenize(char)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)

@@ -141,7 +141,7 @@ def test_templates_render_as_in_transformers(template, prompt):
 
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("\n{% for m in messages %}", "line 2 of the chat template is not valid Jinja"),
+    ("\n{% for m in messages %}", "cannot be compiled at line 2"),
     ("{{ 1 / 0 }}", "division by zero"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
@@ -296,25 +296,13 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Formats. The templates are written in the style of published ones.
+# Formats. Templates in the style of published ones.
 
-LLAMA32 = """\
-{{- bos_token }}
-{%- if tools is not none %}
-    {%- for tool in tools %}
-        {{- tool | tojson(indent=4) + '\\n' }}
-    {%- endfor %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if 'tool_calls' in message %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '<|assistant|>\\n{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eot|>' }}
-    {%- else %}
-        {{- '<|' + message.role + '|>\\n' + message.content | trim + '<|eot|>' }}
-    {%- endif %}
-{%- endfor %}
-{{- '<|assistant|>\\n' if add_generation_prompt }}"""
 QWEN = """\
+{{- 'think' if thinks else bos_token }}
+{%- for document in documents or [] %}
+    {{- document.text }}
+{%- endfor %}
 {%- macro call_text(call) %}
 <tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>
 {%- endmacro %}
@@ -354,7 +342,6 @@ DEEPSEEK = """\
     {{- message.content + '<|eot|>' if message.content }}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
-KWARGS = "{{ 'think' if thinks else bos_token }}{% for d in documents or [] %}{{ d.text }}{% endfor %}" + CHATML
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
 Q = {"role": "user", "content": "a?"}
@@ -429,18 +416,14 @@ ROWS = {  # name: a row, its messages, what else transformers is given
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("template", [LLAMA32, QWEN, KWARGS], ids=["llama3.2", "qwen", "kwargs"])
-def test_a_row_renders_as_transformers_renders_its_messages(reads, fast, template, name):
+def test_a_row_renders_as_transformers_renders_its_messages(reads, fast, name):
     row, messages, given = ROWS[name]
-    if template == KWARGS and ("tools" in given or any("tool_calls" in message for message in messages)):
-        pytest.skip("this template has no tools")
-    theirs = fast.apply_chat_template(messages, chat_template=template, tokenize=False, **given)
-    assert reads(template, row) == reads(template, with_nulls(row)) == theirs
-    assert reads.ids.count(258) == (0 if template == LLAMA32 else len(messages)), "a text became a special token"
+    theirs = fast.apply_chat_template(messages, chat_template=QWEN, tokenize=False, **given)
+    assert reads(QWEN, row) == reads(QWEN, with_nulls(row)) == theirs
+    assert reads.ids.count(258) == len(messages), "a text became a special token"
     answers = ["weather" if "tool_calls" in m else m["content"] for m in messages if m["role"] == "assistant"]
-    ends = "<|eot|>" if template == LLAMA32 else "<|im_end|>"
     assert all(
-        answer.strip() in learned and learned.endswith(ends)
+        answer.strip() in learned and learned.endswith("<|im_end|>")
         for answer, learned in zip(answers, reads.learned, strict=True)
     )
 

@@ -294,30 +294,43 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
+NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}).encode()
 
 
-def test_a_tokenizer_file_that_is_too_large_or_a_pipe_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tokenizer.MOST_FILE_BYTES", 1000)
-    for name in ("tokenizer.model", "tokenizer.json"):
-        (tmp_path / name).write_bytes(b"{" * 1001)
-        with pytest.raises(ValueError, match="more than 1,000 bytes"):
-            get_tokenizer(tmp_path / name)
-        (tmp_path / name).unlink()
+@pytest.mark.parametrize("file, content, message", [
+    ("config.json", b'{"vocab_size": 300}', "no tokenizer.json or tokenizer.model in .*hf download meta-llama"),
+    *((file, LFS, f"{file} is a git-lfs pointer") for file in (
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model")),
+    *((file, b"{" * 10**5, f"{file} has more than 90,000 bytes") for file in ("tokenizer.json", "tokenizer.model")),
+    ("tokenizer.json", b'{"version": "1.0"', "hf/tokenizer.json is damaged: "),
+    ("tokenizer.json", b"[]", "hf/tokenizer.json .*holds no JSON object"),
+    ("tokenizer.json", b'{"a": 1}', "hf/tokenizer.json is damaged, or not"),
+    ("tokenizer.json", NAMELESS, "has no end-of-text token: no eos_token, none of .* tokenizer_config.json"),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"0": 1}}', "a file beside it is damaged"),
+    ("tokenizer_config.json", b'{"chat_template": [1]}', "expected a text, or a list of {name, template}"),
+    ("tokenizer.model", b"\x0a\x0b sentencepiece \xff", "tokenizer.model is not Llama 3's"),
+    ("tokenizer.model", b"AA== 0\nAQ== 7\n", "tokenizer.model is damaged or incomplete"),
+])  # fmt: skip
+def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, content, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokenizer.MOST_FILE_BYTES", 90_000)
+    if file in ("config.json", "tokenizer.model"):
+        (tmp_path / "hf").mkdir()
+    else:
+        write_hf_folder(tmp_path / "hf", eos_token=None if content == NAMELESS else "<|im_end|>")
+    (tmp_path / "hf" / file).write_bytes(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        get_tokenizer(tmp_path / "hf")
+
+
+def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_is_read(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer.json is not a regular file"):
         get_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"])
-def test_a_git_lfs_pointer_is_named(file, tmp_path):
-    if file != "tokenizer.model":
-        write_hf_folder(tmp_path / "hf")
-    else:
-        (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / file).write_bytes(LFS)
-    for path in (tmp_path / "hf", tmp_path / "hf" / file) if file.startswith("tokenizer.") else (tmp_path / "hf",):
-        with pytest.raises(ValueError, match=f"{file} is a git-lfs pointer"):
-            get_tokenizer(path)
+    write_hf_folder(tmp_path / "hf")
+    ids = get_tokenizer(tmp_path / "hf").encode("hello")
+    file = tmp_path / "hf/tokenizer.json"
+    file.write_text(file.read_text().replace(": 299", ": 999"))
+    assert get_tokenizer(tmp_path / "hf").encode("hello") == ids and get_tokenizer(tmp_path / "hf").n_vocab == 1000
 
 
 # Which bos the data has, and whether the published tokenizer puts it before a text.
@@ -390,12 +403,14 @@ def test_a_dataset_keeps_its_tokenizer_and_reports_damaged_files(tmp_path):
         file.unlink(missing_ok=True)
 
 
-def test_metas_tokenizer_is_found_where_it_is_published_and_kept(tmp_path):
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+def test_metas_tokenizer_is_found_where_it_is_published_and_becomes_a_tokenizer_json(train, tmp_path):
+    """llama.cpp's converter reads a tokenizer.model beside config.json as SentencePiece's, and fails."""
     for published in ("hf/original", "meta"):
         (tmp_path / published).mkdir(parents=True)
         write_llama3_model(tmp_path / published / "tokenizer.model", ["he"])
     (tmp_path / "meta/params.json").write_text("{}")
-    (tmp_path / "notes.jsonl").write_text('{"text": "he"}\n{"text": "<|eot_id|>"}\n')
+    (tmp_path / "notes.jsonl").write_text('{"text": "he"}\n{"text": "<|eot_id|> and many more words"}\n')
     for published in ("hf", "meta", "meta/tokenizer.model"):
         meta = text_prepare([tmp_path / "notes.jsonl"], tmp_path / "data", tokenizer=str(tmp_path / published))
         assert (meta["tokenizer"], meta["bos"], list(meta["tokenizer_files"])) == ("llama3", 257, ["tokenizer.model"])
@@ -403,20 +418,13 @@ def test_metas_tokenizer_is_found_where_it_is_published_and_kept(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "data")
     assert (tokenizer.eos, tokenizer.bos_token) == ([258, 265, 266], "<|begin_of_text|>")
     texts = [Tokens(tmp_path / "data", split).shards[0][:].tolist() for split in ("train", "val")]
-    assert sorted(texts, key=len) == [[257, 256, 258], [257, *b"<|eot_id|>", 258]]
-
-
-@pytest.mark.usefixtures("plain_pytorch_on_one_core")
-def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_path):
-    """llama.cpp's converter reads a tokenizer.model beside config.json as SentencePiece's, and fails."""
-    model = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
-    write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], get_tokenizer(model))
+    assert sorted(texts, key=len) == [[257, 256, 258], [257, *b"<|eot_id|> and many more words", 258]]
+    write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], tokenizer)
     train(dataset=tmp_path / "data", max_iters=1)
     checkpoint = tmp_path / "out/step_000001"
     assert (checkpoint / "tokenizer.json").exists() and not (checkpoint / "tokenizer.model").exists()
-    assert hf_ids(checkpoint, "he said") == [257, *tokenizer_of(tmp_path / "data").encode("he said")]
-    for folder in (checkpoint, tmp_path / "out"):
-        assert get_tokenizer(folder).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
+    assert hf_ids(checkpoint, "he said") == [257, *tokenizer.encode("he said")]
+    assert get_tokenizer(tmp_path / "out").encode("he said") == tokenizer.encode("he said")
 
 
 def test_a_run_takes_the_tokenizer_along(train, sample, convert_to_hf, tmp_path, plain_pytorch_on_one_core):
@@ -446,33 +454,10 @@ def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone):
         assert hf_ids(alone / "step_000020", text) == list(text.encode())
     ours = tokenizer_of(alone / "step_000020")
     assert (ours.name, ours.bos) == ("bytes", 256)  # its documents start after the end of another
-
-
-def test_bytes_are_tokens_to_llama_cpp_s_converter_and_a_blank_is_that_of_sentencepiece(alone):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf")  # llama.cpp's converter
     tokens = [(text.decode(), kind.name) for text, _, kind in gguf.LlamaHfVocab(alone / "step_000020").all_tokens()]
     assert tokens.pop(256) == ("<|endoftext|>", "CONTROL") and tokens.pop(32) == ("\u2581", "NORMAL")
     assert tokens == [(f"<0x{i:02X}>", "BYTE") for i in range(256) if i != 32]
-
-
-def test_folders_without_a_tokenizer_and_damaged_files_get_a_message(tmp_path):
-    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
-    said = "does not say its tokenizer, and has none of tokenizer.json.*; only Llama 3's is known by its size, 128,256"
-    with pytest.raises(FileNotFoundError, match=said):
-        get_tokenizer(tmp_path)
-    write_hf_folder(tmp_path / "hf")
-    content = (tmp_path / "hf/tokenizer.json").read_text()
-    ids = get_tokenizer(tmp_path / "hf").encode("hello")
-    (tmp_path / "hf/tokenizer.json").write_text(content.replace(": 299", ": 999"))  # with a gap
-    assert get_tokenizer(tmp_path / "hf").encode("hello") == ids and get_tokenizer(tmp_path / "hf").n_vocab == 1000
-    for damaged, said in ((content[:-100], "damaged: "), ("[]", "holds no JSON object"), ('{"a": 1}', "damaged, or")):
-        (tmp_path / "hf/tokenizer.json").write_text(damaged)
-        with pytest.raises(ValueError, match=f"hf/tokenizer.json .*{said}"):
-            get_tokenizer(tmp_path / "hf")
-    (tmp_path / "hf/tokenizer.json").write_text(content.replace("<|endoftext|>", "<|other|>"))
-    (tmp_path / "hf/tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="has no end-of-text token: no eos_token, none of .* tokenizer_config.json"):
-        get_tokenizer(tmp_path / "hf")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,18 +11,15 @@ A line of the input is a conversation in one of these formats:
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}       ShareGPT
     {"instruction": "...", "input": "...", "output": "..."}                                       Alpaca
 
-Beside these keys may stand `tools` and `system`; data/chat/formats.py has the details. Alpaca's question is the
-instruction, a line break and the input, as LLaMA-Factory documents it; `history` holds earlier pairs. A content may be
-a list of text parts. Not learned are the messages of a prompt, and answers whose weight, train, training, trainable,
-loss_mask or loss is 0 or false. Tools and tool_calls need a template that supports them. What was recognised is
-printed. A row in none of these formats is refused.
+Beside these keys may stand `tools` and `system`; data/chat/formats.py has the details. Not learned are the messages of
+a prompt, and answers whose weight, train, training, trainable, loss_mask or loss is 0 or false. Tools and tool_calls
+need a template that supports them. A row in none of these formats is refused.
 
 Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is
 rendered by --template, else by the tokenizer's chat template, else by Llama 3's; sample.py --chat and transformers find
 it in the checkpoints. All copies of a conversation go to the same split.
 """
 
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,7 +38,7 @@ from data.command import (
     run_script,
     tokenizer_for_data,
 )
-from data.files import display_path, read_small, say
+from data.files import read_small, say
 from data.rows import Bad, format_of, read_rows
 from data.tokenizer import MOST_FILE_BYTES, with_templates
 from data.vocabulary import Tokenizer
@@ -138,12 +135,7 @@ def main():
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
-    weights = Path(getattr(args, "tokenizer", "llama3")).expanduser().absolute()
-    if not any((*weights.glob("config.json"), *weights.glob("params.json"), *weights.glob("step_*/config.json"))):
-        weights = "FOLDER_OF_WEIGHTS"
-    script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/sft.py"))
-    command = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
-    say(f"next: {shlex.join(command)}")
+    say(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS --dataset={args.folder.absolute()}")
 
 
 if __name__ == "__main__":

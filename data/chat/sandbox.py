@@ -73,10 +73,9 @@ def compile_template(template: str) -> Template:
     try:
         with bounded():  # Jinja computes constants as it compiles
             return make_environment().from_string(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno} of the chat template is not valid Jinja: {error.message}") from None
-    except Exception as error:  # nested too deeply for Jinja or Python, or constants that take too much
-        raise ValueError(f"the chat template cannot be compiled: {reason_of(error)}") from error
+    except Exception as error:  # invalid, nested too deeply for Jinja or Python, or constants that take too much
+        line = f" at line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ValueError(f"the chat template cannot be compiled{line}: {reason_of(error)}") from error
 
 
 @functools.lru_cache(maxsize=8)
