@@ -19,7 +19,7 @@
                                                 losses as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes benchmarks/README.md's tables
 
-Every setting is --key=value; COMMAND --help lists them.
+Every setting is --key=value; COMMAND --help lists them. What is measured is written to out/, or to --out=FILE.
 """
 
 import importlib
@@ -54,10 +54,6 @@ def main(argv: list[str]) -> None:
                 main(["sweep", *argv])
     except SettingError as error:  # a user error
         sys.exit(str(error))
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("matplotlib"):
-            raise
-        sys.exit("the plot needs matplotlib: pip install matplotlib")
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

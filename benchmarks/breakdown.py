@@ -8,12 +8,10 @@ once.
 """
 
 import bisect
-import json
 import re
-import tempfile
-from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import timing
@@ -51,11 +49,8 @@ def spans_of_a_run(argv: list[str]) -> list[Span]:
     """Run train.py; return everything the GPU did, each span named by its part."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # nothing of the CPU, which would slow the step
         run_train_py([*argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}"])
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        trace = json.loads(Path(file.name).read_text())["traceEvents"]
-    on_gpu = [event for event in trace if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return sorted((e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000, part_of(e["name"])) for e in on_gpu)
+    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return sorted((e.time_range.start / 1000, e.time_range.end / 1000, part_of(e.name)) for e in on_gpu)
 
 
 def step_starts(spans: list[Span]) -> list[int]:

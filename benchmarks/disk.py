@@ -9,12 +9,8 @@ plain       the same pieces, read and written back by four threads, with nothing
 Alternating, medians.
 """
 
-import fcntl
-import itertools
-import os
 import shlex
 import statistics
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,24 +25,15 @@ from model import Llama
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
 from runtime.memory_advice import disk_bytes
-from runtime.state_file import as_bytes, open_state_file, page_aligned
+from runtime.state_file import StateFile, open_state_file, page_aligned
 
 # settings
 offload_dir = ""  # a folder on the drive
 config = "config/llama32_1b.py"  # the model
-out = ""  # the record; default: out/disk.json
+out = "out/disk.json"  # the record
 
 UPDATES = 5  # timed, after one to warm up
 PLAIN_THREADS = 4
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    s = read_settings(globals(), argv, out="out/disk.json", for_train_py=True)
-    if not s.offload_dir:
-        raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
-    named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
-    s.model, s.shape = estimate.resolve(s.config, 1, named, s.flags)
-    return s
 
 
 def update_seconds(state: OnDisk, grads: list[torch.Tensor]) -> float:
@@ -58,45 +45,40 @@ def update_seconds(state: OnDisk, grads: list[torch.Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def plain_seconds(fd: int, pieces: list[list[int]]) -> float:
-    """Read and write back each piece, a list of tensors' bytes. The pieces are contiguous in the file."""
-    begins = list(itertools.accumulate(map(sum, pieces), initial=0))
-    largest = max(map(max, pieces))
+def plain_seconds(file: StateFile, pieces: list[list[torch.Tensor]]) -> float:
+    """Read and write back each piece, tensors whose memory is the file."""
+    largest = max(x.nbytes for piece in pieces for x in piece)
     of_thread = threading.local()
 
     def prepare():
-        of_thread.memory = as_bytes(page_aligned(largest).fill_(1))
+        of_thread.memory = page_aligned(largest).fill_(1)
 
-    def read_and_write(i):
-        for system_call in (os.preadv, os.pwritev):
-            begin = begins[i]
-            for n_bytes in pieces[i]:
-                moved = system_call(fd, [of_thread.memory[:n_bytes]], begin)
-                if moved != n_bytes:
-                    raise OSError(f"the drive moved {moved} of {n_bytes} bytes")
-                begin += n_bytes
+    def read_and_write(piece):
+        for move in (file.read, file.write):
+            for x in piece:
+                move(x, of_thread.memory)
 
     with ThreadPoolExecutor(PLAIN_THREADS, initializer=prepare) as pool:
         began = time.perf_counter()
-        list(pool.map(read_and_write, range(len(pieces))))
+        list(pool.map(read_and_write, pieces))
         return time.perf_counter() - began
 
 
 def measure(s: SimpleNamespace) -> dict:
-    file = open_state_file(s.offload_dir, disk_bytes(s.model, s.shape))
-    model = Llama(s.model).to(s.shape.compute_dtype)
-    state = Optimizer(model, s.shape.rule, OnDisk(file)).place
+    settings = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
+    config, shape = estimate.resolve(s.config, 1, settings, s.flags)
+    file = open_state_file(s.offload_dir, disk_bytes(config, shape))
+    model = Llama(config).to(shape.compute_dtype)
+    state = Optimizer(model, shape.rule, OnDisk(file)).place
     grads = [torch.full_like(parameter, 1e-3) for parameter in state.parameters.values()]
-    pieces = [[len(memory) for memory in piece.pages.values()] for piece in state.pieces]
-    n_bytes = 2 * sum(map(sum, pieces))
+    sizes = [[len(memory) for memory in piece.pages.values()] for piece in state.pieces]
+    n_bytes = 2 * sum(map(sum, sizes))
+    other = open_state_file(s.offload_dir, n_bytes // 2)
+    pieces = [[other.zeros((size,), torch.uint8) for size in piece] for piece in sizes]
     seconds = {"update": [], "plain": []}
-    with tempfile.TemporaryFile(dir=file.folder, buffering=0) as other:
-        os.posix_fallocate(other.fileno(), 0, n_bytes // 2)
-        if file.direct:
-            fcntl.fcntl(other.fileno(), fcntl.F_SETFL, fcntl.fcntl(other.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
-        for _ in range(1 + UPDATES):
-            seconds["update"].append(update_seconds(state, grads))
-            seconds["plain"].append(plain_seconds(other.fileno(), pieces))
+    for _ in range(1 + UPDATES):
+        seconds["update"].append(update_seconds(state, grads))
+        seconds["plain"].append(plain_seconds(other, pieces))
     # the first time writes new pages of both files
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     return {
@@ -107,7 +89,9 @@ def measure(s: SimpleNamespace) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    s = read_settings(globals(), argv, for_train_py=True)
+    if not s.offload_dir:
+        raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
     record = runner.start("disk", s, on_cpu=True)
     key = {"offload_dir": s.offload_dir, "config": s.config, "flags": shlex.join(s.flags)}
     record.measure("drives", key, measure, s)

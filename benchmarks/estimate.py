@@ -16,7 +16,6 @@ import re
 import shlex
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Literal
 
 from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
@@ -41,7 +40,6 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
     "3060": 11.6, "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4,
     "a100-80": 79.1, "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
-WITHOUT_PEER_ACCESS = ("3060", "3090", "4090", "5090", "a10g", "l4", "l40s")  # so without copy engines
 preview_once = functools.cache(lambda *argv: preview(ROOT / "train.py", argv))  # a table asks for the same many times
 
 
@@ -64,11 +62,12 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     if problem:
         raise SettingError(problem)
     several_hosts = settings["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
+    shard_ranks = math.gcd(world_size, 8) if several_hosts else world_size
     settings |= {
         "dtype": "bfloat16" if settings["dtype"] == "auto" else settings["dtype"],
-        "copy_engines": settings["copy_engines"] is not False,
+        "copy_engines": settings["copy_engines"] is not False and shard_ranks <= 8,  # within a host
         "world_size": world_size,
-        "shard_ranks": math.gcd(world_size, 8) if several_hosts else world_size,
+        "shard_ranks": shard_ranks,
         "rule": rule_of(settings),
         "micro_steps": settings["gradient_accumulation_steps"] // world_size,
     }
@@ -87,52 +86,27 @@ def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(model, shape)) / GIB
 
 
-def card_gib(card: str) -> float:
-    if card.lower() in CARDS:
-        return CARDS[card.lower()]
-    if re.fullmatch(r"\d{1,3}(\.\d+)?", card):
-        return float(card)
-    raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
-
-
-def combinations(s: SimpleNamespace, named: dict, gib: float) -> list[dict]:
-    """The largest batch within gib, and its CPU memory, for each offload and checkpointing, the cheapest first. Leaves
-    out what train.py would reject."""
+def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
+    """The estimate as text, and the run whose parts it shows."""
+    s = read_settings(globals(), argv, for_train_py=True)
+    if s.card.lower() not in CARDS and not re.fullmatch(r"\d{1,3}(\.\d+)?", s.card):
+        raise SettingError(f"--card={s.card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
+    total = CARDS.get(s.card.lower()) or float(s.card)
+    named = {"block_size": s.block_size} if s.block_size else {}
+    how = {  # full and none conflict with no other setting
+        "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
+        "offload": "none" if s.offload == "any" else s.offload,
+    }
+    _, shape = resolve(s.config, s.ranks, named | how, s.flags)
+    usable = total - outside_gib(shape)
     rows = []
-    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):
+    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):  # the cheapest first
         row = {"activation_checkpointing": checkpointing, "offload": offload}
-        with contextlib.suppress(SettingError):
+        with contextlib.suppress(SettingError):  # train.py would reject them
             model, shape = resolve(s.config, s.ranks, named | row, s.flags)
-            row["largest_batch"] = memory_advice.largest_batch(model, shape, gib)
+            row["largest_batch"] = memory_advice.largest_batch(model, shape, usable)
             row["cpu_gib"] = cpu_gib(model, replace(shape, batch_size=max(row["largest_batch"], 1)))
             rows.append(row)
-    return rows
-
-
-def command(s: SimpleNamespace, named: dict) -> str:
-    """The command that trains with these settings."""
-    start = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
-    flags = (f"--{name}={value}" for name, value in named.items() if name != "copy_engines")
-    return shlex.join([*start.split(), "train.py", s.config, *flags, *s.flags])
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    return read_settings(globals(), argv, for_train_py=True)
-
-
-def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
-    """The estimate as text, and the run whose parts it shows."""
-    total = card_gib(s.card)
-    # full and none conflict with no other setting
-    named = {"activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
-             "offload": "none" if s.offload == "any" else s.offload}  # fmt: skip
-    if s.block_size:
-        named["block_size"] = s.block_size
-    _, shape = resolve(s.config, s.ranks, named, s.flags)
-    if s.card.lower() in WITHOUT_PEER_ACCESS or shape.shard_ranks > 8:  # a host has 8
-        named["copy_engines"] = False
-    usable = total - outside_gib(shape)
-    rows = combinations(s, named, usable)
     asked = [row for row in rows if s.checkpointing in ("any", row["activation_checkpointing"])]
     asked = [row for row in asked if s.offload in ("any", row["offload"])]
     chosen = next((row for row in asked if row["largest_batch"]), asked[-1])  # the first that fits
@@ -140,13 +114,15 @@ def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
     named["batch_size"] = s.batch_size or max(chosen["largest_batch"], 1)
     model, shape = resolve(s.config, s.ranks, named, s.flags)
     peak = memory.peak_gib(model, shape)
+    launcher = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
+    words = [*launcher.split(), "train.py", s.config, *(f"--{name}={value}" for name, value in named.items())]
     text = f"""{s.config}: {memory.n_params(model):,} parameters, sequences of {model.block_size:,} tokens, \
 {shape.micro_steps} micro-batches per step, {shape.dtype}
 card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve
 
 {table(rows, "activation_checkpointing offload largest_batch cpu_gib")}
 
-{command(s, named)}: {peak:.1f} GiB, it {"fits" if peak <= usable else "does not fit"}
+{shlex.join([*words, *s.flags])}: {peak:.1f} GiB, it {"fits" if peak <= usable else "does not fit"}
 {memory.table(model, shape)}"""
     for where, parts in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
         if parts(model, shape):
@@ -155,5 +131,4 @@ card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and t
 
 
 def main(argv: list[str]) -> None:
-    text, _, _ = estimate(parse(argv))
-    print(text)
+    print(estimate(argv)[0])

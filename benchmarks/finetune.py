@@ -19,7 +19,6 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ measure = "losses,packing"  # what to measure
 trainers = "nanocria,hf,hf-again,nanocria-float32,hf-float32"  # also: nanocria-lora, -qlora, -fp8, hf-lora, -again
 steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
-out = ""  # the record; default: benchmarks/records/finetune_losses.json
+out = "out/finetune_losses.json"  # the record
 
 OURS = ["nanocria", "nanocria-float32", "nanocria-lora", "nanocria-lora-fp8", "nanocria-qlora", "nanocria-qlora-fp8"]
 PEERS = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
@@ -52,18 +51,6 @@ BATCH = 4  # packed sequences of a step
 BLOCK = 1024  # tokens of each
 PADDED_ROWS = 16  # of a padded micro-batch
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): the next token, or -100
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": [*OURS, *PEERS], "measure": ("losses", "packing")}
-    s = read_settings(globals(), argv, lists, "benchmarks/records/finetune_losses.json")
-    if not s.init_from or not Path(s.init_from).is_dir():
-        raise SettingError(f"--init_from={s.init_from}: name a folder of published weights")
-    try:
-        conversations_of(s.dataset, BLOCK)
-    except (OSError, ValueError) as error:
-        raise SettingError(f"--dataset={s.dataset}: {error}") from None
-    return s
 
 
 def conversations_of(dataset: str, block: int) -> tuple[Packed, Packed]:
@@ -225,7 +212,9 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    s = read_settings(globals(), argv, trainers=[*OURS, *PEERS], measure=("losses", "packing"))
+    if not s.init_from:
+        raise SettingError("--init_from= is empty: name a folder of published weights")
     record = runner.start("finetune", s)
     data = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
     for trainer in s.trainers if "losses" in s.measure else []:

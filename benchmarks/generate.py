@@ -16,7 +16,6 @@ Each point runs in a separate process.
 import statistics
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import torch
 
@@ -32,15 +31,9 @@ config = runner.CONFIG  # the model
 batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
 tokens = 256  # new tokens of each text
-out = ""  # the record; default: benchmarks/records/generate.json, on a CPU out/generate.json
+out = "out/generate.json"  # the record
 
 ROUNDS = 3  # timed, after one to warm up
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    record = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": int}
-    return settings.read_settings(globals(), argv, lists, record)
 
 
 @torch.no_grad()
@@ -55,8 +48,8 @@ def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, cop
         with torch.device("meta"):
             model = Llama(c).to(dtype)
         model.to_empty(device=device).init_weights(0, device)
-        n_new = len(list(generate(model, prompts, tokens, temperature=0)))
         call = lambda: list(generate(model, prompts, tokens, temperature=0))  # noqa: E731
+        n_new = len(call())
     else:
         model = hf_model(c, "none", device, dtype=dtype)[0].eval()
         ids = torch.tensor(prompts, device=device)
@@ -65,8 +58,7 @@ def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, cop
             options["cache_implementation"] = "static"
         call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
         n_new = call().shape[1] - prompt
-    if n_new != tokens:
-        return {"failed": f"it generated {n_new} of {tokens} tokens"}
+    assert n_new == tokens, f"{n_new} of {tokens} tokens"
     seconds = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
     row = {"tok_per_s": batch * tokens / seconds, "ms_per_token": 1000 * seconds / tokens}
     if trainer == "nanocria":
@@ -93,7 +85,7 @@ def measure_step(model: Llama, prompts: list[list[int]], tokens: int, device: to
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    s = settings.read_settings(globals(), argv, trainers=["nanocria", "hf", "hf-static"], batches=int)
     record = runner.start("generate", s, on_cpu=True)
     for batch, trainer in product(s.batches, s.trainers):
         key = {"trainer": trainer, "config": s.config, "batch": batch, "prompt": s.prompt, "tokens": s.tokens}

@@ -31,7 +31,7 @@ measure = "scaling,8b,saves"  # what to measure; also: memory, optimizers
 ranks = "1,2,4,8"  # numbers of GPUs: scaling and optimizers run on each that is available, the others on the largest
 trainers = ""  # scaling, 8b, optimizers; nothing: those of the table
 steps = 20  # scaling, 8b, optimizers: how many to measure
-out = ""  # the record; default: benchmarks/records/gpus.json
+out = "out/gpus.json"  # the record
 
 CONFIG_8B = "config/llama31_8b.py"
 POINTS_OF_8B = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"), (4, 4096, "selective"),
@@ -48,13 +48,6 @@ CHECKPOINTS = {  # what to measure -> config, (batch, block, checkpointing), ste
     "saves": (runner.CONFIG, (8, 2048, "none"), 2 * SAVE_EVERY, [f"--eval_interval={SAVE_EVERY}"]),
     "memory": (CONFIG_8B, (1, 1024, "full"), 3, ["--offload=all", "--async_save=false", "--warmup_iters=1"]),
 }
-
-
-def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    lists = {"measure": [*POINTS, *CHECKPOINTS], "ranks": int, "trainers": TRAINERS}
-    s = settings.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
-    s.ranks = sorted(n for n in set(s.ranks) if n <= n_gpus)
-    return s
 
 
 def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
@@ -79,32 +72,30 @@ def measure_checkpoint(kind: str, n: int) -> dict:
     memory: rank 0's peak CPU memory: without a checkpoint, waiting while one is written, resumed.
     """
     config, (batch, block, how), steps, flags = CHECKPOINTS[kind]
-    row = {"ranks": n, "batch": batch, "block": block}
-    runs = {}
-    with tempfile.TemporaryDirectory() as folder:
-        # what it is -> its folder, --keep_last, steps
-        plan = {"": ("without", 0, steps), "saved_": ("with", 1, steps), "resumed_": ("with", 0, steps + 10)}
-        for name, (subfolder, keep_last, n_steps) in plan.items():
-            out_dir = Path(folder, subfolder)
-            argv = runner.train_argv(config, batch, block, how, str(out_dir), n)
-            argv += [*flags, f"--max_iters={n_steps}", f"--keep_last={keep_last}"]
-            runs[name] = runner.train(argv, str(out_dir), n)
-            if "steps" not in runs[name]:
-                return row | runs[name]
-            if keep_last:
-                files = newest(str(out_dir)).iterdir()
-                row["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
+
+    def train(out_dir: str, *more: str) -> dict:
+        argv = runner.train_argv(config, batch, block, how, out_dir, n)
+        summary = runner.train([*argv, *flags, *more], out_dir, n)
+        assert "steps" in summary, f"a run failed: {summary}"
+        return summary
+
+    with tempfile.TemporaryDirectory() as without, tempfile.TemporaryDirectory() as saving:
+        plain = train(without, f"--max_iters={steps}")
+        saved = train(saving, f"--max_iters={steps}", "--keep_last=1")
+        row = {
+            "ranks": n, "batch": batch, "block": block, "save_seconds": saved["save_seconds"],
+            "checkpoint_bytes": sum(file.stat().st_size for file in newest(saving).iterdir()),
+        }  # fmt: skip
         if kind == "saves":
-            row["seconds_without"] = wall_seconds(Path(folder, "without"), steps)
-            row["seconds_with"] = wall_seconds(Path(folder, "with"), steps)
+            row["seconds_without"] = wall_seconds(Path(without), steps)
+            row["seconds_with"] = wall_seconds(Path(saving), steps)
             row["cost"] = row["seconds_with"] / row["seconds_without"] - 1
-            row |= {"every": SAVE_EVERY, "intervals": steps // SAVE_EVERY - 1}
-    if runs["resumed_"]["steps"] != 10:
-        return row | {"failed": "the third run did not resume"}
-    row["save_seconds"] = runs["saved_"]["save_seconds"]
-    row["resume_seconds"] = runs["resumed_"]["resume_seconds"]
+        resumed = train(saving, f"--max_iters={steps + 10}")
+    assert resumed["steps"] == 10, "the third run did not resume"
+    row["resume_seconds"] = resumed["resume_seconds"]
     if kind == "memory":
-        row |= {f"{name}cpu_gib": run["cpu_gib"] for name, run in runs.items()}
+        for name, summary in {"": plain, "saved_": saved, "resumed_": resumed}.items():
+            row[f"{name}cpu_gib"] = summary["cpu_gib"]
     return row
 
 
@@ -116,10 +107,12 @@ def wall_seconds(out_dir: Path, steps: int) -> float:
 
 
 def main(argv: list[str]) -> None:
+    lists = {"measure": [*POINTS, *CHECKPOINTS], "ranks": int, "trainers": TRAINERS}
+    s = settings.read_settings(globals(), argv, **lists)
     n_gpus = torch.cuda.device_count()
-    s = parse(argv, n_gpus)
-    record = runner.start("gpus", s, n_gpus=n_gpus)
-    for kind in s.measure if s.ranks else []:
+    s.ranks = sorted(n for n in s.ranks if n <= n_gpus)
+    record = runner.start("gpus", s, n_gpus)
+    for kind in s.measure:
         if kind in POINTS:
             measure_points(kind, s, record)
         else:

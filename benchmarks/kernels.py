@@ -1,7 +1,7 @@
 """The kernels against eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
 
-    python bench.py kernels                              every operation and size, to benchmarks/records/kernels.json
-    python bench.py kernels --op=rms_norm,rope           some operations, to out/kernels.json
+    python bench.py kernels                              every operation and size
+    python bench.py kernels --op=rms_norm,rope           some operations
 
 A row is one operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
 move over the rate of a copy, or FLOPs over the rate of a matmul, or for the loss head its three matmuls alone, all
@@ -11,7 +11,6 @@ explains how a call is timed, operations.py what is compared.
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch._functorch import config as functorch_config
@@ -22,7 +21,7 @@ from benchmarks.settings import read_settings
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
-out = ""  # the record; default: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
+out = "out/kernels.json"  # the record
 
 
 class Problem:
@@ -90,51 +89,43 @@ def largest_error(
     expected = [*outputs, *operation.tensors_of(function, gradients)]
     results = Problem(operation, function, size, options).both()
     errors = [float((y.detach().double() - x).norm() / x.norm()) for y, x in zip(results, expected, strict=True)]
-    if not all(map(math.isfinite, errors)):
-        raise ValueError("its result is not finite")
+    assert all(map(math.isfinite, errors)), "its result is not finite"
     return max(errors)
 
 
-def time_function(operation: Operation, function: Callable, size: tuple[int, ...], passes: list[str]) -> dict:
-    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}}; the peak is of forward and backward together."""
-    problems = [Problem(operation, function, size, BF16_CUDA)]
-    inputs = [*problems[0].tensors, *problems[0].constants]
-    n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
-    problems += [Problem(operation, function, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
-    problems[0].both()  # compiles, and makes lasting allocations
-    peak = timing.peak_mib(problems[0].both)
-    times = {}
-    for name in passes:
-        calls = [problem.call(name) for problem in problems]
-        times[name] = {**timing.gpu_time(calls), "host_us": timing.host_us(calls[0]), "peak_mib": peak}
-    return times
-
-
-def measure_function(operation: Operation, function: Callable, size: tuple, passes: list[str], exact: tuple) -> dict:
-    """time_function() plus the error, or for each pass the first line of the exception. The run continues."""
+def measure_function(operation: Operation, function: Callable, size: tuple, exact: tuple) -> dict:
+    """{pass: {'us', 'graph', 'host_us', 'peak_mib', 'error'}}, or for each pass the exception, and the run continues.
+    The peak is of forward and backward together."""
+    torch.cuda.empty_cache()
+    passes = operation.work(size)
     try:
         error = largest_error(operation, function, operation.checked(size), BF16_CUDA, exact)
-        times = time_function(operation, function, size, passes)
-        return {name: time | {"error": error} for name, time in times.items()}
+        problems = [Problem(operation, function, size, BF16_CUDA)]
+        inputs = [*problems[0].tensors, *problems[0].constants]
+        n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
+        problems += [Problem(operation, function, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
+        problems[0].both()  # compiles, and makes lasting allocations
+        result = {"peak_mib": timing.peak_mib(problems[0].both), "error": error}
+        times = {}
+        for name in passes:
+            calls = [problem.call(name) for problem in problems]
+            times[name] = {**timing.gpu_time(calls), "host_us": timing.host_us(calls[0]), **result}
+        return times
     except Exception as exception:
-        lines = str(exception).splitlines() or [""]
-        return {name: {"failed": f"{type(exception).__name__}: {lines[0]}"} for name in passes}
-    finally:
-        torch.cuda.empty_cache()
+        return {name: {"failed": f"{type(exception).__name__}: {exception}"[:300]} for name in passes}
 
 
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one per pass."""
     torch.compiler.reset()  # else the next size would count toward the recompilation limit
-    passes = operation.work(size)
     exact = exact_results(operation, operation.checked(size), BF16_CUDA)
     compiled = torch.compile(operation.functions["eager"], dynamic=False, fullgraph=True)
     results = {
-        label: measure_function(operation, function, size, list(passes), exact)
+        label: measure_function(operation, function, size, exact)
         for label, function in (operation.functions | {"compile": compiled}).items()
     }
     rows = []
-    for pass_name, work in passes.items():
+    for pass_name, work in operation.work(size).items():
         row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}
         row["floor_us"] = floor_us(operation, size, work, limits)
         row["functions"] = {label: result[pass_name] for label, result in results.items()}
@@ -150,26 +141,13 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
     return work["flops"] / limits["matmul_tflops"] / 1e6
 
 
-def parse(argv: list[str]) -> SimpleNamespace:
-    some = any(word.startswith("--op") for word in argv)
-    out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # README's record is of complete runs
-    s = read_settings(globals(), argv, {"op": OPERATIONS}, out)
-    s.op = s.op or list(OPERATIONS)
-    return s
-
-
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    record = runner.start("kernels", s, n_gpus=1)
+    s = read_settings(globals(), argv, op=OPERATIONS)
+    record = runner.start("kernels", s)
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes run more than once
-    for name in s.op:
+    for name in s.op or OPERATIONS:
         for size in OPERATIONS[name].sizes:
-            try:
-                rows = measure_size(name, OPERATIONS[name], size, record.data)
-            except torch.OutOfMemoryError:  # computing the reference; a function's own failure is in its row
-                print(f"{name} {size}: out of memory", flush=True)
-                continue
-            for row in rows:
+            for row in measure_size(name, OPERATIONS[name], size, record.data):
                 record.add("rows", {key: row[key] for key in ("op", "shape", "pass")}, row)
     runner.finish(record)

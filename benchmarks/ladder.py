@@ -1,7 +1,6 @@
 """The ladder: each memory technique on top of the previous one: what it saves, what it costs, its effect on the loss.
 
     python bench.py ladder                                     Llama 3.2 1B, 3B and 3.1 8B, as if on a 24 GiB card
-    python bench.py ladder --estimate=true                     the memory alone, by arithmetic: needs no GPU
     python bench.py ladder --models=1b --measure=losses        the losses after 300 steps of 8 x 1,024 tokens
     python bench.py ladder --techniques=bf16,adamw8bit,qlora --memory_limit_gib=16
 
@@ -22,9 +21,8 @@ from benchmarks import losses, runner, sweep
 from benchmarks.estimate import cpu_gib, outside_gib, resolve
 from benchmarks.records import Record
 from benchmarks.settings import read_settings
-from benchmarks.tables import table
 from configurator import SettingError
-from runtime import memory, memory_advice
+from runtime import memory_advice
 
 # settings
 models = "1b,3b,8b"  # one or several
@@ -32,9 +30,7 @@ techniques = ""  # by name; nothing: all
 measure = "fits,losses"  # what to measure: losses only of the first model
 memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the technique that needs one; nothing: it is left out
-steps: int | None = None  # to measure; none: 10, fewer if they are long
-estimate = False  # by arithmetic: nothing is run
-out = ""  # the record; default: benchmarks/records/ladder.json
+out = "out/ladder.json"  # the record
 
 
 class Technique(NamedTuple):
@@ -71,15 +67,6 @@ BLOCK = 1024  # tokens of a sequence
 BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
 
 
-def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
-    s = read_settings(globals(), argv, lists, "benchmarks/records/ladder.json")
-    s.techniques = s.techniques or [name for name in TECHNIQUES if name != "nvme" or s.offload_dir]
-    if "nvme" in s.techniques and not s.offload_dir:
-        raise SettingError("--techniques=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
-    return s
-
-
 def flags_of(name: str, s: SimpleNamespace) -> dict:
     """Settings of train.py: those of the techniques below, then its own. A peer has only checkpointing."""
     technique = TECHNIQUES[name]
@@ -90,21 +77,17 @@ def flags_of(name: str, s: SimpleNamespace) -> dict:
     return settings | ({"offload_dir": s.offload_dir} if name == "nvme" else {})
 
 
-def estimated(model: str, name: str, s: SimpleNamespace, batch: int | None = None) -> dict:
-    """A technique by arithmetic: the memory of one sequence, the largest batch, and the CPU memory of a batch, by
-    default of the largest."""
-    named = flags_of(name, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
-    config, shape = resolve(CONFIGS[model], 1, named)
-    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
-    of_cpu = cpu_gib(config, replace(shape, batch_size=batch or max(largest, 1)))
-    return {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
+def resolved(model: str, name: str, s: SimpleNamespace):
+    """The model, and the RunShape of a technique with one sequence. A peer has that of what it is compared with."""
+    flags = flags_of(name if name in OURS else TECHNIQUES[name].on, s)
+    return resolve(CONFIGS[model], 1, flags | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1})
 
 
 def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
-    """One sequence, then batches around the estimate until the largest that fits is known. A peer's search begins where
-    that of the technique does which it is compared with."""
+    """One sequence, then batches around the estimate until the largest that fits is known."""
     row = measure_batch(model, name, 1, s, record)
-    largest = estimated(model, name if name in OURS else TECHNIQUES[name].on, s)["largest"]
+    config, shape = resolved(model, name, s)
+    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
     i = max(bisect_right(BATCHES, largest) - 1, 0)
     grows = None
     while "tok_per_s" in row and 0 <= i < len(BATCHES):
@@ -119,39 +102,33 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
     flags = flags_of(name, s)
     key = {"model": model, "technique": name, "batch": batch}
+    config, shape = resolved(model, name, s)
     point = {
         "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
         "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
         "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
-        "cpu_gib": estimated(model, name, s, batch)["cpu_gib"] if name in OURS else 0.0,
+        "cpu_gib": cpu_gib(config, replace(shape, batch_size=batch)) if name in OURS else 0.0,
     }  # fmt: skip
-    return record.measure("points", key, lambda: point | sweep.measure_point(point, s.steps))
+    return record.measure("points", key, lambda: point | sweep.measure_point(point))
 
 
-def measure_loss(name: str, s: SimpleNamespace, record: Record) -> None:
-    """The losses of the first model on the whole card."""
+def measure_loss(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
+    """The losses on the whole card."""
     flags = [f"--{key}={value}" for key, value in flags_of(name, s).items()]
-    key = {"model": s.models[0], "technique": name}
-    record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[s.models[0]], flags)
-
-
-def estimate_table(s: SimpleNamespace) -> str:
-    names = [name for name in s.techniques if name in OURS]
-    rows = [{"model": model, "technique": name} | estimated(model, name, s) for model, name in product(s.models, names)]
-    return table(rows, "model technique estimated_gib largest cpu_gib")
+    key = {"model": model, "technique": name}
+    record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    if s.estimate:
-        print(estimate_table(s))
-        return
+    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
+    s = read_settings(globals(), argv, **lists)
+    s.techniques = s.techniques or [name for name in TECHNIQUES if name != "nvme" or s.offload_dir]
+    if "nvme" in s.techniques and not s.offload_dir:
+        raise SettingError("--techniques=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
     record = runner.start("ladder", s)
-    if "fits" in s.measure:
-        for model, name in product(s.models, s.techniques):
-            measure_fits(model, name, s, record)
-    if "losses" in s.measure:
-        for name in s.techniques:
-            if name in OURS and "lora_rank" not in flags_of(name, s):  # adapters of a random model learn nothing
-                measure_loss(name, s, record)
+    for model, name in product(s.models, s.techniques) if "fits" in s.measure else ():
+        measure_fits(model, name, s, record)
+    for name in s.techniques if "losses" in s.measure else ():
+        if name in OURS and "lora_rank" not in flags_of(name, s):  # adapters of a random model learn nothing
+            measure_loss(s.models[0], name, s, record)
     runner.finish(record)

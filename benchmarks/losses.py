@@ -17,7 +17,6 @@ to one side.
 """
 
 import tempfile
-from types import SimpleNamespace
 
 import torch
 
@@ -31,18 +30,13 @@ from runtime.hf_names import hf_rows
 trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
-out = ""  # the record; default: benchmarks/records/losses.json
+out = "out/losses.json"  # the record
 
 OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
 LEARNING_RATE = 4e-4  # config/llama32_1b.py's
 WARMUP = 50
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": [*OURS, "hf", "float32", "hf-galore"], "shape": settings.shape}
-    return settings.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
 
 
 def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
@@ -67,16 +61,7 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
     assert not theirs, f"they train what train.py does not: {list(theirs)}"
 
 
-def peer_losses(
-    trainer: str,
-    steps: int,
-    batch: int,
-    block: int,
-    config=runner.CONFIG,
-    compute_dtype="bfloat16",
-    rank=128,
-    **changes,
-):
+def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes):
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -116,9 +101,9 @@ def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.opt
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    s = settings.read_settings(globals(), argv, trainers=[*OURS, "hf", "float32", "hf-galore"])
     record = runner.start("losses", s)
-    batch, block = s.shape[0]
+    batch, block = settings.shape(s.shape)
     for trainer in s.trainers:
         key = {"trainer": trainer, "steps": s.steps, "batch": batch, "block": block}
         if trainer in OURS:

@@ -1,14 +1,27 @@
 """What `bench.py kernels` compares: for each operation its sizes, its inputs, its functions and the work it must do.
 
-All functions of an operation compute the same of the same numbers. Those of other libraries are in libraries.py, and
-kernels.py adds 'compile', torch.compile of 'eager':
+All functions of an operation compute the same of the same numbers. kernels.py adds 'compile', torch.compile of 'eager':
 
-    nanocria    kernels/
-    eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
-    torch       PyTorch's own operator, if it has one; for attention sdpa_flash and sdpa_cudnn, by backend
+    nanocria        kernels/
+    eager           plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
+    torch           PyTorch's own operator, if it has one; for attention sdpa_flash and sdpa_cudnn, by backend
+    liger           Liger-Kernel: Hsu et al., 2024. https://github.com/linkedin/Liger-Kernel
+    cce             Cut your losses: Wijmans et al., 2024. It skips the gradients of improbable tokens: see its error
+    bitsandbytes    Dettmers et al., 2021 and 2023. Its 8-bit AdamW updates bfloat16 parameters without masters
+
+    pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
+
+Libraries are optional: the functions of one that is missing fail. They are called with their defaults, as their own
+patches of Hugging Face's models call them. Some of Liger-Kernel's overwrite their inputs with gradients, a legitimate
+choice that saves memory. Repeated calls then read meaningless numbers, at the same speed; their errors are measured on
+fresh inputs.
 """
 
+import functools
+import importlib
+import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +30,22 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from benchmarks import libraries
 from kernels import reference
 from kernels.fp8_linear import quantize, quantize_reference, scaled_mm, transpose
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it mistakes our kernels/ for another package
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # not installed, or Triton without a driver
+        print(f"{module} is left out: {error}", file=sys.stderr)
+
+
+liger = optional("liger_kernel.transformers.functional")
+cut_cross_entropy = optional("cut_cross_entropy")
+bnb = optional("bitsandbytes.functional")
 
 EPS = 1e-5
 VOCAB = 128256  # Llama 3's
@@ -79,7 +105,7 @@ def after_add(norm):
     return add_norm
 
 
-def norm(name, eager, native, rows, forward, backward):
+def norm(name, rows, forward, backward, **others):
     """A norm of `rows` tensors (N, C) and a weight of length C; its passes move `forward` and `backward` of (N, C)."""
 
     def inputs(size, options):
@@ -92,7 +118,7 @@ def norm(name, eager, native, rows, forward, backward):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        functions={"nanocria": partial(getattr(kernels, name), eps=EPS), "eager": eager, "torch": native},
+        functions={"nanocria": partial(getattr(kernels, name), eps=EPS), **others},
         reference=partial(getattr(reference, name), eps=EPS),
     )
 
@@ -129,25 +155,36 @@ def rope_inputs(size, options):
     return [qkv], (cos, sin, n_head, *wide_tables)
 
 
+def liger_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
+    n_kv_head = (qkv.shape[2] - n_head) // 2
+    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+    q, k = liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), wide_cos, wide_sin)  # (B, heads, T, D)
+    return q.transpose(1, 2), k.transpose(1, 2), v.contiguous()
+
+
 ROPE = Operation(
     dims="B T H K D",
     sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
     work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
-    functions={"nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head), "eager": eager_rope},
+    functions={
+        "nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head),
+        "eager": eager_rope,
+        "liger": liger_rope,
+    },
     reference=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
 # --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the others get two. ---
 
 
-def glu(name, eager):
+def glu(name, **others):
     return Operation(
         dims="N F",
         sizes=[(16384, 8192), (16384, 14336), (4096, 16384)],
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
-        functions={"nanocria": getattr(kernels, name), "eager": eager},
+        functions={"nanocria": getattr(kernels, name), **others},
         reference=getattr(reference, name),
         unpack=lambda gate_up: [half.contiguous() for half in gate_up.chunk(2, dim=-1)],
     )
@@ -169,7 +206,12 @@ CROSS_ENTROPY = Operation(
     sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
     inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
-    functions={"nanocria": kernels.cross_entropy, "eager": eager_cross_entropy, "torch": F.cross_entropy},
+    functions={
+        "nanocria": kernels.cross_entropy,
+        "eager": eager_cross_entropy,
+        "torch": F.cross_entropy,
+        "liger": lambda logits, targets: liger.liger_cross_entropy(logits, targets),
+    },
     reference=reference.cross_entropy,
     checked=first_rows,
 )
@@ -200,6 +242,11 @@ def matmuls_alone(size):
     ]
 
 
+def torch_linear_cross_entropy(x, weight, targets):
+    """PyTorch's own chunked head, since 2.13."""
+    return F.linear_cross_entropy(x, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+
+
 LINEAR_CROSS_ENTROPY = Operation(
     dims="N C V",
     sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
@@ -208,6 +255,10 @@ LINEAR_CROSS_ENTROPY = Operation(
     functions={
         "nanocria": kernels.linear_cross_entropy,
         "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets),
+        "torch": torch_linear_cross_entropy,
+        "liger": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs),
+        "liger_fp32": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, accum_dtype=torch.float32),
+        "cce": lambda *inputs: cut_cross_entropy.linear_cross_entropy(*inputs),
     },
     reference=reference.linear_cross_entropy,
     floor=matmuls_alone,
@@ -353,13 +404,35 @@ def adamw_from_zero(parameter, grad, low, *state):
     return updated(reference.adamw)(parameter, grad, low, *moments, state[-1])
 
 
-def update_of(name, inputs, n_bytes):
+@functools.cache
+def bnb_maps(device):
+    signed, unsigned = (bnb.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+    return signed, unsigned, bnb.get_4bit_type("nf4", device=device)
+
+
+def bnb_adamw8bit(parameter, grad, low, m, v, m_absmax, v_absmax, scalars):
+    signed, unsigned, _ = bnb_maps(parameter.device)
+    how = {"beta1": 0.9, "beta2": 0.95, "beta3": 0.0, "alpha": 0.0, "eps": 1e-8, "step": 1, "lr": 1e-3}
+    absmax = {"absmax1": m_absmax, "absmax2": v_absmax, "weight_decay": 0.1}
+    bnb.optimizer_update_8bit_blockwise("adam", grad, parameter, m, v, qmap1=signed, qmap2=unsigned, **how, **absmax)
+    return parameter
+
+
+def bnb_nf4(codes, scale_codes, scale_absmax, offset):
+    signed, _, code = bnb_maps(codes.device)
+    scales = bnb.QuantState(scale_absmax, code=signed, blocksize=256, dtype=torch.float32)
+    shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
+    state = bnb.QuantState(scale_codes, shape, code, 64, "nf4", torch.bfloat16, offset, scales)
+    return bnb.dequantize_4bit(codes.view(-1, 1), state)
+
+
+def update_of(name, inputs, n_bytes, **peers):
     return Operation(
         dims="n",
         sizes=[(2**24,), (2**27,)],
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
-        functions={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name))},
+        functions={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name)), **peers},
         reference=adamw_from_zero,
         checked=lambda size: (min(size[0], 2**20),),
     )
@@ -373,6 +446,7 @@ NF4 = Operation(
     functions={
         "nanocria": lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts)),
         "eager": lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)),
+        "bitsandbytes": bnb_nf4,
     },
     reference=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
         kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
@@ -382,20 +456,24 @@ NF4 = Operation(
 # --- All of them ---
 
 OPERATIONS = {
-    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 2, 3),
-    "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 4, 4),
+    "rms_norm": norm(
+        "rms_norm", rows=1, forward=2, backward=3, eager=eager_rms_norm, torch=torch_rms_norm,
+        liger=lambda x, weight: liger.liger_rms_norm(x, weight, EPS)),
+    "add_rms_norm": norm(
+        "add_rms_norm", rows=2, forward=4, backward=4, eager=after_add(eager_rms_norm), torch=after_add(torch_rms_norm),
+        liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, EPS)),
     "rope": ROPE,
-    "swiglu": glu("swiglu", lambda gate, up: F.silu(gate) * up),
-    "geglu": glu("geglu", lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+    "swiglu": glu(
+        "swiglu", eager=lambda gate, up: F.silu(gate) * up, liger=lambda gate, up: liger.liger_swiglu(gate, up)),
+    "geglu": glu(
+        "geglu", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+        liger=lambda gate, up: liger.liger_geglu(gate, up)),
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,
     "fp8_weight": FP8_WEIGHT,
     "flash_attention": FLASH_ATTENTION,
     "adamw": update_of("adamw", adamw_inputs, 26),
-    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14),
+    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14, bitsandbytes=bnb_adamw8bit),
     "nf4": NF4,
-}
-for _library in libraries.installed():
-    for _name, _functions in _library.items():
-        OPERATIONS[_name].functions.update(_functions)
+}  # fmt: skip

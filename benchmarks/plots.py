@@ -3,6 +3,7 @@
 The color says who: the palette of Okabe and Ito, which color-blind readers can tell apart. The dashes say how.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +13,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.records import load
 from benchmarks.settings import ROOT
-from benchmarks.tables import is_measured, microseconds, shape, title
-from data.files import atomic_write
+from benchmarks.tables import is_measured, title
 
 FOLDER = ROOT / "benchmarks" / "plots"
 ORANGE = "#E69F00"
@@ -28,15 +28,12 @@ STYLES = {  # by the beginning of a trainer's title, the longest that fits: colo
     "torchtitan's recipe, fp8": (GREEN, "--"), "torchtitan": ("black", "-"), "Hugging Face": (SKY, "-"),
     "Hugging Face compiled": (SKY, "--"), "Hugging Face + Liger": (BLUE, "-"),
 }  # fmt: skip
-FUNCTIONS = {  # of kernels: color, mark
-    "nanocria": (RED, "o"), "eager": ("black", "x"), "compile": (GREEN, "^"), "torch": (SKY, "v"), "liger": (BLUE, "s"),
-    "cce": (PINK, "D"), "sdpa_flash": (ORANGE, "<"), "sdpa_cudnn": (ORANGE, ">"),
-}  # fmt: skip
 MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
 LINUX = {  # record -> label, color
     "linux_114m": ("AdamW", BLUE), "linux_114m_fp8": ("AdamW, float8", SKY), "linux_114m_muon_w20": ("Muon", RED),
     "linux_114m_normuon": ("NorMuon", ORANGE),
 }  # fmt: skip
+SHOWN = ("nanocria", "nanocria-long", "hf-liger-offload", "hf-offload")  # of the study, in README.md
 plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "font.size": 10, "legend.frameon": False}
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 
@@ -62,44 +59,40 @@ def thousands(rows: list[dict]) -> list[float]:
     return [row["tok_per_s"] / 1000 for row in rows]
 
 
-def plot_sweep(record: dict, only: tuple[str, ...] = ()):
-    """Speed, and below it peak memory, as batch and context grow. only: these trainers' speed alone, for README.md."""
-    grown = {"batch": "batch", "seq": "block"}
-    kinds = [kind for kind in grown if record.get(kind)]
-    options = {
-        "figsize": (max(5 * len(kinds), 7), 4 if only else 7),
-        "sharex": "col",
-        "sharey": "row",
-        "squeeze": False,
-    }
-    figure, grid = plt.subplots(1 if only else 2, len(kinds), **options)
-    for kind, column in zip(kinds, grid.T, strict=True):
-        plot_growth(column, [row for row in record[kind] if not only or row["trainer"] in only], grown[kind])
-        first = record[kind][0]
+def plot_sweep(record: dict):
+    """Speed as batch and context grow."""
+    kinds = [kind for kind in ("batch", "seq") if record.get(kind)]
+    options = {"figsize": (max(5 * len(kinds), 7), 4), "sharey": "row", "squeeze": False}
+    figure, ((first, *others),) = plt.subplots(1, len(kinds), **options)
+    for kind, axes in zip(kinds, (first, *others), strict=True):
+        size = "batch" if kind == "batch" else "block"
         text = "batch, sequences of {block:,} tokens" if kind == "batch" else "context, tokens, at batch {batch}"
-        column[-1].set(xlabel=text.format(**first))
-    for axes, label in zip(grid[:, 0], ("thousand tokens per second", "peak memory, GiB"), strict=False):
-        axes.set(ylabel=label, ylim=(0, None))
-    grid[0, 0].plot([], [], "kx", label="the next size is out of memory")
-    legend_below(figure, grid[0, 0], columns=len(kinds) + 1)
+        axes.set(xlabel=text.format(**record[kind][0]))
+        plot_growth(axes, record[kind], size)
+    first.set(ylabel="thousand tokens per second", ylim=(0, None))
+    first.plot([], [], "kx", label="the next size is out of memory")
+    legend_below(figure, first, columns=len(kinds) + 1)
     return figure
 
 
-def plot_growth(column, rows: list[dict], size: str) -> None:
+def plot_growth(axes, rows: list[dict], size: str) -> None:
     """A line for each trainer, which ends in a cross if the next size did not fit."""
     for i, series in enumerate(by_trainer(sorted(rows, key=lambda row: row[size]))):
         fits = [row for row in series if is_measured(row)]
-        sizes = [row[size] for row in fits]
         width = max(5 - i, 2)  # the first is wider, so that it shows where another covers it
         look = style(series[0]) | {"linewidth": width, "marker": "o", "markersize": 2 * width}
-        for axes, heights in zip(column, (thousands(fits), [row["peak_gib"] for row in fits]), strict=False):
-            axes.plot(sizes, heights, **look)
+        axes.plot([row[size] for row in fits], thousands(fits), **look)
         if len(series) > len(fits) > 0:
-            column[0].plot(sizes[-1], fits[-1]["tok_per_s"] / 1000, "kx", markersize=12, zorder=3)
+            axes.plot(fits[-1][size], fits[-1]["tok_per_s"] / 1000, "kx", markersize=12, zorder=3)
     ticks = sorted({row[size] for row in rows})[::2]
-    column[-1].set_xscale("log")
-    column[-1].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    column[-1].minorticks_off()
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def plot_study(record: dict):
+    """Four trainers of the study, for README.md."""
+    return plot_sweep({kind: [row for row in record[kind] if row["trainer"] in SHOWN] for kind in ("batch", "seq")})
 
 
 def plot_steps(record: dict):
@@ -118,22 +111,6 @@ def plot_steps(record: dict):
     for checkpointing, mark in MARKS.items():
         panels[0].plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
     legend_below(figure, panels[0], columns=3)
-    return figure
-
-
-def plot_kernels(record: dict):
-    """For each operation and pass at its first size: the share of the card's limit that each function reaches."""
-    rows = {(row["op"], row["pass"]): row for row in reversed(record["rows"])}  # the first size counts
-    rows = list(rows.values())  # from the bottom up
-    figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.5))
-    for name, (color, mark) in FUNCTIONS.items():
-        measured = [i for i, row in enumerate(rows) if name in microseconds(row)]
-        shares = [rows[i]["floor_us"] / microseconds(rows[i])[name] for i in measured]
-        axes.plot(shares, measured, mark, color=color, label=name)
-    axes.set_yticks(range(len(rows)), [f"{row['op']} {row['pass']}, {shape(row)}" for row in rows])
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set(xlabel="share of the limit: a copy of as many bytes, or the matmuls alone", xlim=(0, None))
-    legend_below(figure, axes, columns=8)
     return figure
 
 
@@ -167,23 +144,18 @@ def plot_linux(record: dict):
     return figure
 
 
-SHOWN = ("nanocria", "nanocria-long", "hf-liger-offload", "hf-offload")
 PLOTS = {  # name -> record, what draws it
-    "fits": ("study", lambda record: plot_sweep(record, SHOWN)), "study": ("study", plot_sweep),
-    "step": ("step", plot_steps), "kernels": ("kernels", plot_kernels), "snapshot": ("snapshot", plot_snapshot),
+    "fits": ("study", plot_study), "step": ("step", plot_steps), "snapshot": ("snapshot", plot_snapshot),
     "linux_114m": ("linux_114m", plot_linux),
 }  # fmt: skip
 
 
-def draw(name: str, record: dict, path: Path) -> None:
-    """Draw the record as PLOTS[name] is drawn."""
-    _, plot = PLOTS[name]
+def draw(plot: Callable, record: dict, path: Path) -> None:
     figure = plot(record)
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png")
+    figure.savefig(path)
     plt.close(figure)
 
 
 def draw_all(folder: Path = FOLDER) -> None:
-    for name, (record, _) in PLOTS.items():
-        draw(name, load(record), folder / f"{name}.png")
+    for name, (record, plot) in PLOTS.items():
+        draw(plot, load(record), folder / f"{name}.png")

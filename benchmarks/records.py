@@ -1,34 +1,30 @@
-"""Records: JSON files in benchmarks/records/, each with the command that wrote it, device, versions and commit.
+"""The records that benchmarks fill, JSON: what was measured, by which command, on which device, with which versions.
 
 A record has a list of rows for each kind of measurement, and each row names its commit (the oldest do not). A command
-on the same card, with the same packages, continues its record: it skips the rows that the same commit measured, and
-replaces older ones. On another card it starts the record anew.
+on the same card, with the same PyTorch, continues the record in its file: it skips the rows that the same commit
+measured, and replaces older ones.
 """
 
 import json
-import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.settings import RECORDS, ROOT
+from benchmarks.settings import RECORDS
 from benchmarks.tables import describe
-from benchmarks.trainers import TRAINERS
 from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_json, read_losses
 
-WRITTEN = ["*.md", "benchmarks/records", "benchmarks/plots"]  # by bench.py itself
-
-IN_A_RUN = {"command", "device", "versions", "settings", "steps", "val_loss", "bits_per_byte"}
+PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes", "peft", "torchtitan", "torchao",
+            "galore-torch")  # fmt: skip
 
 
 def load(name: str) -> dict:
-    """A record of benchmarks/records/, with its name."""
-    return json.loads((RECORDS / f"{name}.json").read_text()) | {"name": name}
+    """A record of benchmarks/records/."""
+    return json.loads((RECORDS / f"{name}.json").read_text())
 
 
 def write(path: Path, record: dict) -> None:
@@ -42,30 +38,22 @@ class Record:
     """A record that a command fills: every row is written at once, because a later one may crash."""
 
     def __init__(self, path: Path, head: dict):
-        """head: what start() in runner.py found out. Ends the program if path is something else."""
+        """head: what start() in runner.py found out."""
         self.path = path
         self.head = head
         self.commit = head["versions"]["nanocria"]
-        self.data = self.continued()
+        self.data = self.read()
 
-    def continued(self) -> dict:
+    def read(self) -> dict:
         """The record in the file with this command added to it, or a new one."""
         if not self.path.exists():
             return dict(self.head)
-        try:
-            old = read_json(self.path)
-        except ValueError:
-            old = {}
-        if not {"command", "device", "versions"} <= old.keys():
-            sys.exit(f"--out={self.path} exists and is not a benchmark record: name another file")
-        packages = old["versions"].keys() & self.head["versions"].keys() - {"nanocria"}
-        same_packages = all(old["versions"][package] == self.head["versions"][package] for package in packages)
-        if old["device"] != self.head["device"] or not same_packages:
-            print(f"{self.path} was measured on another device or with other packages: starting anew")
-            return dict(self.head)
-        commits = joined(", ", old["versions"]["nanocria"], self.commit)
-        versions = old["versions"] | self.head["versions"] | {"nanocria": commits}
-        return old | {"command": joined(" && ", old["command"], self.head["command"]), "versions": versions}
+        old = json.loads(self.path.read_text())
+        same_torch = old["versions"]["torch"] == self.head["versions"]["torch"]
+        if old["device"] != self.head["device"] or not same_torch:
+            sys.exit(f"{self.path} was measured on another device or with another PyTorch: name a new file by --out")
+        commands = [*old["command"].split(" && "), self.head["command"]]
+        return old | {"command": " && ".join(dict.fromkeys(commands)), "versions": self.head["versions"]}
 
     def find(self, kind: str, key: dict) -> dict | None:
         rows = self.data.get(kind, [])
@@ -85,7 +73,7 @@ class Record:
         print(describe(row), flush=True)
         if "failed" not in row:
             row = row | {"commit": self.commit}
-            self.data = self.continued()  # another process, on another card, may fill the same file
+            self.data = self.read()  # another process, on another card, may fill the same file
             rows = self.data.setdefault(kind, [])
             old = self.find(kind, key)
             if old:
@@ -96,45 +84,24 @@ class Record:
         return row
 
 
-def joined(separator: str, *texts: str) -> str:
-    """The texts, each part once."""
-    return separator.join(dict.fromkeys(separator.join(texts).split(separator)))
-
-
-def origin(name: str, argv: list[str], device: str) -> dict:
-    """The head of a command's record."""
-    versions = run_log.versions("cuda") | {"nanocria": commit()}
-    required = " ".join(trainer.requires for trainer in TRAINERS.values()) + " cut-cross-entropy"
-    for package in sorted(set(re.findall(r"[a-z][\w-]+", required))):
+def origin(name: str, argv: list[str]) -> dict:
+    """The command of a record, and the versions of what it compares."""
+    versions = run_log.versions("cuda")
+    for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    command = shlex.join(["python", "bench.py", name, *argv])
-    return {"command": command, "device": device, "versions": versions}
-
-
-def commit() -> str:
-    """run_log.git_commit(), but rewritten records and pages do not make the code dirty."""
-    name = run_log.git_commit()
-    changed = [*run_log.git(ROOT), "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in WRITTEN)]
-    if name.endswith("-dirty") and subprocess.run(changed, cwd=ROOT, capture_output=True).returncode == 0:
-        return name.removesuffix("-dirty")
-    return name
+    argv = [word for word in argv if not word.startswith("--out=")]
+    return {"command": shlex.join(["python", "bench.py", name, *argv]), "versions": versions}
 
 
 def keep_summary(run_folder: str, name: str) -> None:
     """Write the summary that a run of train.py left, and its validation losses, as the record of that name."""
-    if not name or name != Path(name).name:
-        sys.exit(f"{name!r} is not a valid name: the record becomes benchmarks/records/NAME.json")
-    try:
-        run = read_json(Path(run_folder) / "summary.json")
-        losses = read_losses(Path(run_folder))
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    is_whole = run.keys() >= IN_A_RUN and isinstance(run["settings"], dict)
-    if not is_whole or run["steps"] != run["settings"].get("max_iters"):
+    run = read_json(Path(run_folder) / "summary.json")
+    if "bits_per_byte" not in run or run["steps"] != run["settings"]["max_iters"]:
         sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
+    losses = read_losses(Path(run_folder))
     val_curve = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
     write(RECORDS / f"{name}.json", run | {"val_curve": val_curve})
     print(f"record: {RECORDS / name}.json")

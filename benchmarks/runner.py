@@ -5,12 +5,10 @@ import functools
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,23 +101,13 @@ def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib
     row = {"steps": steps, "oom": False}
     if TRAINERS[trainer].build:
         options = {"trainer": trainer, "steps": steps, "warmup": warmup, **point}
-        return row | (missing(trainer) or call("trainers.measure", ranks, limit_gib, **options))
+        return row | call("trainers.measure", ranks, limit_gib, **options)
     with tempfile.TemporaryDirectory() as out_dir:
         argv = train_argv(**point, out_dir=out_dir, ranks=ranks)
         argv += [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
         summary = train(argv, out_dir, ranks, limit_gib)
     row |= {key: summary[key] for key in SUMMARY if key in summary}
     return row | ({"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {})  # the process's peak
-
-
-def missing(trainer: str) -> dict:
-    """A peer's packages that are not installed, as a row; {} if all are."""
-    try:
-        for requirement in TRAINERS[trainer].requires.split():
-            metadata.version(re.split("[<>=]", requirement)[0])
-    except metadata.PackageNotFoundError:
-        return {"failed": f"{trainer} needs: pip install {shlex.join(TRAINERS[trainer].requires.split())}"}
-    return {}
 
 
 @functools.cache
@@ -134,11 +122,10 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = {}
     for row in (row for name, parameter in parameters for row in hf_rows(name, parameter, c)):
-        weight = torch.ones(row.shape, dtype=torch.bfloat16)
-        if weight.ndim > 1:
-            for part in weight.flatten().split(len(numbers)):
+        weights[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
+        if len(row.shape) > 1:
+            for part in weights[row.name].flatten().split(len(numbers)):
                 part.copy_(numbers[: len(part)])
-        weights[row.name] = weight
     folder = tempfile.TemporaryDirectory()
     save_file(weights, f"{folder.name}/model.safetensors")
     Path(folder.name, "config.json").write_text(json.dumps(write_config(c, "bytes", "bfloat16", {}, {})))
@@ -148,27 +135,20 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
 # --- A command ---
 
 
-def start(name: str, s: SimpleNamespace, n_gpus: int | None = None, on_cpu=False) -> Record:
-    """The record that a command fills. n_gpus: how many it states. on_cpu: a CPU is enough."""
+def start(name: str, s: SimpleNamespace, n_gpus: int = 1, on_cpu=False) -> Record:
+    """The record that a command fills. on_cpu: a CPU is enough."""
     if not torch.cuda.is_available() and not on_cpu:
-        instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
-        sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none: {instead}")
-    signal.signal(signal.SIGTERM, leave)
+        sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none: bench.py estimate computes what fits")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # like Ctrl-C: end the running point
     card = call("timing.card")  # in another process, so that this one takes no GPU memory
-    if "device" not in card:
-        sys.exit(tables.describe(card))
     print(tables.describe(card))
-    device = f"{n_gpus} x {card['device']}" if n_gpus else card["device"]
-    return Record(s.out, card | records.origin(name, s.command, device))
-
-
-def leave(number, frame) -> None:
-    """Like Ctrl-C, end the running point first."""
-    sys.exit(128 + number)
+    if n_gpus > 1:
+        card["device"] = f"{n_gpus} x {card['device']}"
+    return Record(Path(s.out).expanduser(), card | records.origin(name, s.argv))
 
 
 def finish(record: Record, plot="") -> None:
-    """Print the tables of the record and where it is; draw it as this plot of plots.py, if matplotlib is installed."""
+    """Print the tables of the record and where it is; draw it by this function of plots.py, if matplotlib is there."""
     for text in tables.of_record(record.data).values():
         print(f"\n{text}")
     print(f"\nrecord: {record.path}")
@@ -176,4 +156,4 @@ def finish(record: Record, plot="") -> None:
         with contextlib.suppress(ModuleNotFoundError):
             from benchmarks import plots
 
-            plots.draw(plot, record.data, record.path.with_suffix(".png"))
+            plots.draw(getattr(plots, plot), record.data, record.path.with_suffix(".png"))

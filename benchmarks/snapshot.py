@@ -13,7 +13,6 @@ import itertools
 import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 from torch.cuda import _memory_viz
@@ -29,14 +28,10 @@ batch_size = 8  # sequences
 block_size = 2048  # tokens of a sequence
 checkpointing: Literal["none", "selective", "full"] = "none"  # what backward recomputes
 offload: Literal["none", "optimizer", "all"] = "none"  # of nanocria
-out = ""  # the record; default: out/snapshot.json
+out = "out/snapshot.json"  # the record
 
 STEPS = 10  # as many as train.py records
 POINTS = 400  # that the record keeps of a timeline
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    return read_settings(globals(), argv, {"trainers": TRAINERS}, "out/snapshot.json", for_train_py=True)
 
 
 def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
@@ -85,11 +80,11 @@ def measure(trainer: str, flags: list[str], **point) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    s = read_settings(globals(), argv, for_train_py=True, trainers=TRAINERS)
     record = runner.start("snapshot", s)
     point = {"batch": s.batch_size, "block": s.block_size, "checkpointing": s.checkpointing}
     flags = [f"--offload={s.offload}", *s.flags]
     for trainer in s.trainers:
         key = {"trainer": trainer, **point, "flags": " ".join(flags)}
         record.measure("rows", key, measure, trainer, flags, config=s.config, **point)
-    runner.finish(record, plot="snapshot")
+    runner.finish(record, plot="plot_snapshot")

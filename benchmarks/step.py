@@ -25,14 +25,9 @@ trainers = "nanocria,nanocria-fp8,recipe,recipe-fp8,torchtitan,hf,hf-compiled,hf
 shapes = "8x2048,16x2048,2x8192,32x2048"  # sequences x tokens; breakdown takes the first
 checkpointing = "none,selective,full"  # Hugging Face has no selective; breakdown takes the first
 steps: int | None = None  # to measure; none: 20, for baby 200
-out = ""  # the record; default: benchmarks/records/step.json
+out = "out/step.json"  # the record
 
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
-
-
-def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": TRAINERS, "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING}
-    return settings.read_settings(globals(), argv, lists, "benchmarks/records/step.json")
 
 
 def points(s: SimpleNamespace, record: Record) -> None:
@@ -64,7 +59,8 @@ def baby(s: SimpleNamespace, record: Record) -> None:
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
+    lists = {"trainers": TRAINERS, "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING}
+    s = settings.read_settings(globals(), argv, **lists)
     record = runner.start("step", s)
     {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s, record)
     runner.finish(record)

@@ -18,7 +18,6 @@ size that fails. A plot is drawn beside the record. A sweep that was stopped con
 
 import itertools
 import shlex
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Literal
 
@@ -28,7 +27,6 @@ from benchmarks import runner, settings
 from benchmarks.estimate import resolve
 from benchmarks.records import Record
 from benchmarks.trainers import TRAINERS
-from configurator import SettingError
 
 # settings
 preset: Literal["study", "8b", "finetune"] | None = None  # a set of settings, which other flags override
@@ -43,19 +41,17 @@ contexts = ""  # for sweep=seq; default: 512 to 131,072
 block_size = 1024  # of the batches
 batch_size = 4  # of the contexts
 steps: int | None = None  # to measure; none: 10, fewer if they are long
-ranks: int | Literal["all"] = 1  # GPUs of a point
-out = ""  # the record; default: out/sweep.json, or a preset's in benchmarks/records
+out = "out/sweep.json"  # the record; of a preset another
 
-BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's; then doubled
+BATCHES = [1, 4, 8, 16, 32, 64, 96, 112, *(112 * 2**k for k in range(1, 12))]
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
 PRESETS = {
     "study": ["--sweep=both", "--memory_limit_gib=24", "--checkpointing=full", "--offload=all",
               "--trainers=nanocria-plain,nanocria-unfused,nanocria,nanocria-long,hf-offload,hf-liger-offload",
-              f"--out={settings.RECORDS / 'study.json'}"],
-    "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--ranks=all", "--trainers=nanocria,recipe",
-           "--checkpointing=full", f"--out={settings.RECORDS / 'study_8b.json'}"],
-    "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24",
-                 f"--out={settings.RECORDS / 'finetune.json'}"],
+              "--out=out/study.json"],
+    "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--trainers=nanocria,recipe", "--checkpointing=full",
+           "--out=out/study_8b.json"],
+    "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json"],
 }  # fmt: skip
 ON_CPU = "--offload_activations=true"
 FP8 = "nanocria-lora-fp8,nanocria-qlora-fp8"
@@ -71,41 +67,21 @@ FINETUNE = [  # the fastest settings at each size: trainers, (batch, block), che
 ]
 
 
-def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    typed = settings.read_settings(globals(), argv, for_train_py=True)
-    lists = {"trainers": TRAINERS, "batches": int, "contexts": int}
-    argv = [*PRESETS.get(typed.preset, []), *argv]
-    s = settings.read_settings(globals(), argv, lists, "out/sweep.json", for_train_py=True)
-    s.command = typed.command
-    s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    if s.ranks > max(n_gpus, 1):
-        raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU(s)")
-    # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
-    resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
-    return s
-
-
 def grow(s: SimpleNamespace, record: Record) -> None:
     """At each size all trainers in turn, so that a card that warms up favors none, until each has met one that
     fails."""
+    sizes = {
+        "batch": [(batch, s.block_size) for batch in s.batches or BATCHES],
+        "seq": [(s.batch_size, block) for block in s.contexts or CONTEXTS],
+    }
     for kind in ("batch", "seq") if s.sweep == "both" else (s.sweep,):
         growing = list(s.trainers)
-        for batch, block in sizes(kind, s):
-            for trainer in list(growing):
+        for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
+            if trainer in growing:
                 point = point_of(trainer, batch, block, s.checkpointing, s.offload, s)
                 row = record.measure(kind, point, measure_point, point, s.steps)
                 if "tok_per_s" not in row:
                     growing.remove(trainer)
-            if not growing:
-                break
-
-
-def sizes(kind: str, s: SimpleNamespace) -> Iterator[tuple[int, int]]:
-    """Batch and block, in growing order; batches without end."""
-    if kind == "seq":
-        return ((s.batch_size, block) for block in sorted(s.contexts) or CONTEXTS)
-    doubled = (2**k * BATCHES[-1] for k in itertools.count(1))
-    return ((batch, s.block_size) for batch in sorted(s.batches) or itertools.chain(BATCHES, doubled))
 
 
 def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: str, s: SimpleNamespace) -> dict:
@@ -146,10 +122,13 @@ def finetune(s: SimpleNamespace, record: Record) -> None:
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv, torch.cuda.device_count())
+    typed = settings.read_settings(globals(), argv, for_train_py=True)
+    lists = {"trainers": TRAINERS, "batches": int, "contexts": int}
+    s = settings.read_settings(globals(), [*PRESETS.get(typed.preset, []), *argv], for_train_py=True, **lists)
+    s.argv = argv
+    s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1
+    # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
+    resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     record = runner.start("sweep", s, n_gpus=s.ranks)
-    if s.preset == "finetune":
-        finetune(s, record)
-    else:
-        grow(s, record)
-    runner.finish(record, plot="study")
+    (finetune if s.preset == "finetune" else grow)(s, record)
+    runner.finish(record, plot="plot_sweep")

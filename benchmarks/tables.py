@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.settings import RECORDS, ROOT
 from benchmarks.trainers import TRAINERS
-from data.files import atomic_write
 
 HEADERS = {  # of a row's keys, where they differ from the key
     "batch": "sequences", "block": "tokens of each", "ranks": "GPUs", "tok_per_s": "tok/s", "mfu": "MFU",
@@ -23,29 +22,24 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "plain_gb_per_s": "plain GB/s", "update_gb_per_s": "GB/s", "plain_threads": "its threads",
     "targets_per_s": "target tokens/s", "rate": "learning rate", "mean": "minus float32's",
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
-    "gzip_bits_per_byte": "gzip -9", "xz_bits_per_byte": "xz -9",
+    "losses": "loss", "gzip_bits_per_byte": "gzip -9", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
 FORMATS = {  # of a row's keys; others have two decimals below 10, one below 1,000
-    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "loss": "{:.4f}", "mean": "{:+.4f}",
+    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
     "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
     "xz_bits_per_byte": "{:.3f}", "gzip_bits_per_byte": "{:.3f}", "hours": "{:.2f}", "step_ms": "{:.2f}",
     "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}", "ratio": "{:.2f}", "copy_tb_s": "{:.2f}",
     "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`", "flags": "`{}`",
 }  # fmt: skip
-NOT_PRINTED = ("oom", "commit", "config", "steps", "reserved_gib", "limit_gib", "first_loss", "last_loss", "largest")
 
 
 def table(rows: Iterable[dict], keys: str) -> str:
     """A markdown table with a column for each of the keys, one two ..."""
-    return markdown(map(header, keys.split()), [[cell(row, key) for key in keys.split()] for row in rows])
+    return markdown(keys.split(), [[cell(row, key) for key in keys.split()] for row in rows])
 
 
-def header(key: str) -> str:
-    return HEADERS.get(key, key.replace("_", " ").replace("gib", "GiB"))
-
-
-def markdown(headers: Iterable[str], lines: list[list[str]]) -> str:
-    headers = list(headers)
+def markdown(keys: list[str], lines: list[list[str]]) -> str:
+    headers = [HEADERS.get(key, key.replace("_", " ").replace("gib", "GiB")) for key in keys]
     lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -57,6 +51,12 @@ def cell(row: dict, key: str) -> str:
         return "out of memory" if row.get("oom") and key == "tok_per_s" else "-"
     if key == "trainer":
         return title(row)
+    if key == "shape":
+        return " ".join(f"{letter}{number}" for letter, number in value.items())
+    if key == "losses":
+        return f"{last_third(value):.4f}"
+    if key == "val":
+        return ", ".join(f"{loss:.4f}" for _, loss in value)
     if key in FORMATS:
         return FORMATS[key].format(value)
     if isinstance(value, float):
@@ -68,10 +68,9 @@ def cell(row: dict, key: str) -> str:
 def describe(row: dict) -> str:
     """A row as printed during a run: its names and numbers, or why there are none."""
     if "functions" in row:
-        row = row | {"shape": shape(row)} | microseconds(row)
-    shown = [key for key, value in row.items() if value and isinstance(value, str | int | float)]
-    cells = [f"{key} {cell(row, key)}" for key in shown if key not in NOT_PRINTED]
-    return "  ".join([*cells, "out of memory"] if row.get("oom") else cells)
+        row = row | microseconds(row)
+    shown = [key for key, value in row.items() if value and isinstance(value, str | int | float) or key == "shape"]
+    return "  ".join(f"{key} {cell(row, key)}" for key in shown)
 
 
 def is_measured(row: dict) -> bool:
@@ -89,14 +88,11 @@ def side_by_side(rows: Iterable[dict], keys="batch block") -> str:
     lines = {}
     for row in rows:
         point = tuple(cell(row, key) for key in keys.split())
-        lines.setdefault(point, {})[title(row)] = speed_and_memory(row)
+        result = "{tok_per_s:,.0f} · {peak_gib:.1f}".format(**row) if is_measured(row) else "out of memory"
+        lines.setdefault(point, {})[title(row)] = result
     titles = list(dict.fromkeys(name for line in lines.values() for name in line))
     cells = [[*point, *(line.get(name, "-") for name in titles)] for point, line in lines.items()]
-    return markdown([*map(header, keys.split()), *titles], cells)
-
-
-def speed_and_memory(row: dict) -> str:
-    return "{tok_per_s:,.0f} · {peak_gib:.1f}".format(**row) if is_measured(row) else "out of memory"
+    return markdown([*keys.split(), *titles], cells)
 
 
 # --- Tables of more than a row's keys ---
@@ -123,25 +119,13 @@ def losses_table(rows: list[dict]) -> str:
     exact = {row["steps"]: row["losses"] for row in rows if row["trainer"] == "float32"}
     lines = []
     for row in rows:
-        line = row | {"loss": last_third(row["losses"])}
+        line = dict(row)
         if row["steps"] in exact and row["trainer"] != "float32":
             pairs = zip(row["losses"], exact[row["steps"]], strict=True)
             differences = [loss - of_float32 for loss, of_float32 in pairs]
             line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
         lines.append(line)
-    return table(lines, "trainer loss mean distance")
-
-
-def ladder_losses_table(rows: list[dict]) -> str:
-    return table([row | {"loss": last_third(row["losses"])} for row in rows], "model technique loss")
-
-
-def finetune_table(rows: list[dict]) -> str:
-    lines = []
-    for row in rows:
-        val_losses = ", ".join(f"{loss:.4f}" for _, loss in row["val"])
-        lines.append(row | {"loss": last_third(row["losses"]), "val": val_losses})
-    return table(lines, "trainer steps rate loss val")
+    return table(lines, "trainer losses mean distance")
 
 
 def ladder_table(rows: list[dict]) -> str:
@@ -168,7 +152,7 @@ def kernels_table(rows: list[dict]) -> str:
         times = microseconds(row)
         peaks = {name: result["peak_mib"] for name, result in row["functions"].items() if "peak_mib" in result}
         peers = [name for name in times if not name.startswith("nanocria")]
-        line = {"op": row["op"], "pass": row["pass"], "shape": shape(row)}
+        line = dict(row)
         if "nanocria" in times and peers:
             fastest = min(peers, key=times.get)
             leanest = min(peers, key=peaks.get)
@@ -183,10 +167,6 @@ def kernels_table(rows: list[dict]) -> str:
     return table(lines, "op shape pass us of_limit best_peer host_us peak_mib")
 
 
-def shape(row: dict) -> str:
-    return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
-
-
 # --- All of them ---
 
 POINT = "batch block checkpointing trainer ranks ms_per_step tok_per_s mfu peak_gib estimated_gib"
@@ -195,11 +175,11 @@ TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -
              "baby": "trainer ms_per_step tok_per_s"},
     "sweep": {"batch": sweep_table, "seq": sweep_table},
     "--preset=finetune": {"batch": adapters_table},
-    "ladder": {"points": ladder_table, "losses": ladder_losses_table},
+    "ladder": {"points": ladder_table, "losses": "model technique losses"},
     "gpus": {"scaling": POINT, "8b": POINT, "optimizers": POINT,
              "saves": "ranks checkpoint_bytes seconds_without seconds_with cost resume_seconds",
              "memory": "ranks cpu_gib saved_cpu_gib resumed_cpu_gib checkpoint_bytes save_seconds resume_seconds"},
-    "finetune": {"runs": finetune_table, "packing": "trainer targets_per_s"},
+    "finetune": {"runs": "trainer steps rate losses val", "packing": "trainer targets_per_s"},
     "losses": {"runs": losses_table},
     "kernels": {"rows": kernels_table},
     "generate": {"points": "batch trainer tok_per_s step_ms of_copy"},
@@ -223,16 +203,14 @@ def of_record(record: dict) -> dict[str, str]:
 
 # --- In the page ---
 
-PAGE = "benchmarks/README.md"
+PAGE = ROOT / "benchmarks" / "README.md"
 MARKED = re.compile(r"<!-- table: (\S+) (\S+) -->\n.*?<!-- /table -->", re.DOTALL)
 
 
 def of_runs(prefix: str) -> str:
     """The runs of train.py whose records begin so, the best first."""
-    runs = []
-    for path in RECORDS.glob(f"{prefix}*.json"):
-        run = json.loads(path.read_text())
-        runs.append(run | {"record": f"[{run['versions']['nanocria']}](records/{path.name})"})
+    runs = [json.loads(path.read_text()) | {"name": path.name} for path in RECORDS.glob(f"{prefix}*.json")]
+    runs = [run | {"record": f"[{run['versions']['nanocria']}](records/{run['name']})"} for run in runs]
     return table(sorted(runs, key=lambda run: run["val_loss"]), RUNS)
 
 
@@ -259,6 +237,4 @@ def render(text: str) -> str:
 
 
 def write_page() -> None:
-    text = render((ROOT / PAGE).read_text())
-    with atomic_write(ROOT / PAGE) as file:  # a reader never sees half a page
-        file.write(text.encode())
+    PAGE.write_text(render(PAGE.read_text()))

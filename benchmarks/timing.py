@@ -23,7 +23,6 @@ GRAPH_MS = 10  # approximate time of one replay: long compared with an event's r
 ROW_MS = 150  # approximate time of all replays of a measurement
 MAX_LAUNCHES = 200  # in a graph: capturing them costs as much host time as launching them
 PROFILES = 5  # for calls that cannot be captured
-CUDA = torch.device("cuda")
 REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock drifts, by a few percent between two replays
 
 
@@ -43,30 +42,22 @@ def sets_to_miss_l2(set_bytes: int) -> int:
     return max(1, math.ceil(3 * l2_bytes / set_bytes))
 
 
-def mark(device: torch.device) -> float | torch.cuda.Event:
-    """A point in time. On a GPU: when it has done all that was launched until now, which seconds_between waits for."""
-    if device.type == "cpu":
-        return time.perf_counter()
+def mark() -> torch.cuda.Event:
+    """The time when the GPU has done all that was launched until now."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def seconds_between(before, after) -> float:
-    if isinstance(before, float):
-        return after - before
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
 
 
 def events_ms(calls: list[Callable], rounds: int) -> list[float]:
     """The GPU's time from before to after each call, for `rounds` rounds of all calls."""
     events = []
     for call in calls * rounds:
-        before = mark(CUDA)
+        before = mark()
         call()
-        events.append((before, mark(CUDA)))
-    return [1000 * seconds_between(before, after) for before, after in events]
+        events.append((before, mark()))
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in events]
 
 
 def waits_for_gpu(call: Callable) -> bool:

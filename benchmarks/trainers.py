@@ -6,6 +6,11 @@ its optimizer, and add it to the table:
 
     python bench.py step --trainers=nanocria,mine
 
+Their packages, for all of the table:
+
+    pip install "transformers>=5.17,<6" liger-kernel==0.8.5 "peft>=0.21,<0.22" "bitsandbytes>=0.50,<0.51" \\
+        galore-torch==1.0 "torchtitan<0.3" "torchao>=0.17,<0.18"
+
 measure() trains a peer for some steps on the text that nanocria is measured on. Under torchrun, recipe and torchtitan
 are sharded over the ranks. PyTorch's allocator uses expandable segments, as in train.py.
 """
@@ -32,7 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import plain_llama
 from benchmarks.settings import ROOT
-from benchmarks.timing import mark, seconds_between
+from benchmarks.timing import mark
 from configurator import preview
 from data.encode import cpu_cores
 from data.loader import open_dataset
@@ -363,12 +368,12 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
     return tokens[:, RANK].to(device)
 
 
-def over_ranks(values: list, op, device) -> list[float]:
-    """Reduce numbers, or scalars on the device, over all ranks."""
-    values = torch.tensor(values, device=device)
+def over_ranks(value, op, device) -> float:
+    """Reduce a number, or a scalar on the device, over all ranks."""
+    value = torch.tensor(value, device=device)
     if RANKS > 1:
-        dist.all_reduce(values, op)
-    return values.tolist()
+        dist.all_reduce(value, op)
+    return value.item()
 
 
 def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
@@ -413,23 +418,22 @@ def measure(
             gc.disable()  # as in torchtitan: no collection in the middle of a step
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            ends = [mark(device)]
+            ends = [mark()]
         loss, _ = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
         losses.append(loss)
-        ends.append(mark(device))
+        ends.append(mark())
     if history:
         torch.cuda.memory._dump_snapshot(history)
     torch.cuda.synchronize()
-    seconds = statistics.median(seconds_between(began, end) for began, end in itertools.pairwise(ends))
-    tok_per_s = RANKS * batch * block / seconds
-    first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
+    ms = statistics.median(began.elapsed_time(end) for began, end in itertools.pairwise(ends))
+    tok_per_s = RANKS * batch * block / ms * 1000
+    first, last = (over_ranks(loss / RANKS, dist.ReduceOp.SUM, device) for loss in (losses[0], losses[-1]))
     if not last < first:  # or NaN
         return {"failed": f"it does not train: its loss went from {first} to {last}"}
-    peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
-    peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
+    peak_gib = over_ranks(torch.cuda.max_memory_allocated() / 2**30, dist.ReduceOp.MAX, device)
     return {
-        "ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib,
-        "mfu": mfu(c, tok_per_s / RANKS, "lora" in trainer), "first_loss": first, "last_loss": last,
+        "ms_per_step": ms, "tok_per_s": tok_per_s, "mfu": mfu(c, tok_per_s / RANKS, "lora" in trainer),
+        "peak_gib": peak_gib, "first_loss": first, "last_loss": last,
     }  # fmt: skip
 
 
@@ -439,7 +443,6 @@ def measure(
 class Trainer(NamedTuple):
     title: str  # in tables
     build: Callable | None = None  # of a peer; None: train.py itself
-    requires: str = ""  # a peer's packages
     flags: str = ""  # train.py's
 
 
@@ -448,10 +451,6 @@ LORA = "--lora_rank=16"
 QLORA = f"{LORA} --quantize_base=nf4"
 FP8 = "--fp8=true"
 OF_8 = "--gradient_accumulation_steps=8 --cooldown_iters=0"  # config/linux_114m.py's step in 8 micro-batches
-HF = "transformers>=5.17,<6"
-LIGER = f"{HF} liger_kernel==0.8.5"
-PEFT = f"{LIGER} peft>=0.21,<0.22"
-BITS = "bitsandbytes>=0.50,<0.51"
 TRAINERS = {
     "nanocria": Trainer("nanocria"),
     "nanocria-fp8": Trainer("nanocria, fp8", flags=FP8),
@@ -470,25 +469,24 @@ TRAINERS = {
     "nanocria-muon": Trainer("nanocria, Muon", flags=f"--optimizer=muon {OF_8}"),
     "nanocria-normuon": Trainer("nanocria, NorMuon", flags=f"--optimizer=normuon {OF_8}"),
     "recipe": Trainer("torchtitan's recipe", recipe),
-    "recipe-fp8": Trainer("torchtitan's recipe, fp8", partial(recipe, fp8=True), "torchao>=0.17,<0.18"),
+    "recipe-fp8": Trainer("torchtitan's recipe, fp8", partial(recipe, fp8=True)),
     "recipe-zero2": Trainer("torchtitan's recipe, ZeRO-2", partial(recipe, reshard=False)),
-    "torchtitan": Trainer("torchtitan", torchtitan, "torchtitan<0.3"),
+    "torchtitan": Trainer("torchtitan", torchtitan),
     # pure bfloat16
-    "hf": Trainer("Hugging Face", hf, HF),
-    "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default"), HF),
-    "hf-graphs": Trainer("Hugging Face compiled, CUDA graphs", partial(hf, compile_mode="reduce-overhead"), HF),
-    "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger=True), LIGER),
+    "hf": Trainer("Hugging Face", hf),
+    "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),
+    "hf-graphs": Trainer("Hugging Face compiled, CUDA graphs", partial(hf, compile_mode="reduce-overhead")),
+    "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger=True)),
     "hf-liger-8bit": Trainer("Hugging Face + Liger + bitsandbytes",
-                             partial(hf, liger=True, optimizer=bitsandbytes_adamw8bit), f"{LIGER} {BITS}"),
+                             partial(hf, liger=True, optimizer=bitsandbytes_adamw8bit)),
     "hf-liger-galore": Trainer("Hugging Face + Liger + GaLore",
-                               partial(hf, liger=True, optimizer=galore_adamw8bit),
-                               f"{LIGER} {BITS} galore-torch==1.0"),
+                               partial(hf, liger=True, optimizer=galore_adamw8bit)),
     # adapters
-    "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora, PEFT),
-    "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True), f"{PEFT} {BITS}"),
+    "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora),
+    "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True)),
     # float32 weights, bfloat16 compute
-    "hf-masters": Trainer("Hugging Face", hf_masters, HF),
-    "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True), LIGER),
-    "hf-offload": Trainer("Hugging Face", partial(hf_masters, offload=True), HF),
-    "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True, offload=True), LIGER),
+    "hf-masters": Trainer("Hugging Face", hf_masters),
+    "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True)),
+    "hf-offload": Trainer("Hugging Face", partial(hf_masters, offload=True)),
+    "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True, offload=True)),
 }  # fmt: skip

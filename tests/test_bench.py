@@ -8,7 +8,7 @@ import torch
 
 import bench
 from benchmarks import kernels as kernels_bench
-from benchmarks import libraries, plots, records, runner, settings, tables, timing
+from benchmarks import plots, records, runner, tables, timing
 from benchmarks.operations import OPERATIONS
 from test_kernels import DEVICE
 
@@ -20,11 +20,8 @@ TINY |= {"flash_attention": (2, 19, 4, 2, 16), "adamw": (300,), "adamw8bit": (30
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
 
 
-# --- Pages ---
-
-
 def test_the_tables_of_the_page_equal_the_records():
-    text = (settings.ROOT / tables.PAGE).read_text()
+    text = tables.PAGE.read_text()
     assert tables.MARKED.search(text) and tables.render(text) == text, "python bench.py readme writes them"
 
 
@@ -34,32 +31,16 @@ def test_every_plot_is_drawn_from_its_record(tmp_path):
     assert drawn == {path.name for path in plots.FOLDER.iterdir()}
 
 
-def test_a_table_shows_what_a_row_has():
-    rows = [{"trainer": "hf", "tok_per_s": 70_000.0, "mfu": None}, {"trainer": "mine", "oom": True}]
-    lines = tables.table(rows, "trainer tok_per_s mfu").splitlines()
-    assert lines[2:] == ["| Hugging Face | 70,000 | - |", "| `mine` | out of memory | - |"]
-
-
-# --- The command line ---
-
-
 USER_ERRORS = """
 xyz => Unknown command xyz
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => leave them out
-losses --shape=8 => as in 8x2048
-finetune => name a folder of published weights
-gpus --ranks=two => --ranks=two
-snapshot -- --offload=all => each measured run sets its own
 disk => name a folder
 estimate --card=4080 => there are 3060, 3090,
-estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
-ladder --techniques=nvme => needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 --trainers=al => --trainers=al: there are nanocria, nanocria-fp8,
---trainers=hf-masters -- --n_layer=4 => another model
---ranks=64 => torch sees
+--trainers=hf-masters -- --n_layer=4 => each measured run sets its own
 """
 
 
@@ -71,20 +52,12 @@ def test_a_user_error_gets_a_sentence(case):
     assert sentence in str(stop.value.code)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("words", ["", "kernels", "step", "ladder", "losses", "gpus", "snapshot"])
-def test_without_a_gpu_a_command_says_so(words):
-    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        bench.main(words.split())
-
-
 # --- What is compared ---
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_functions_compute_the_same(name):
     operation = OPERATIONS[name]
-    size = TINY[name]
     options = FP32
     most = 1e-6
     if name.startswith("fp8"):
@@ -94,10 +67,11 @@ def test_the_functions_compute_the_same(name):
         options = options | {"device": DEVICE}
     if name == "nf4":
         most = 4e-3  # its result is bfloat16, which the interpreter truncates
-    exact = kernels_bench.exact_results(operation, size, options)
-    for peer in {"nanocria", "eager", "torch", "bitsandbytes"} & operation.functions.keys():
-        error = kernels_bench.largest_error(operation, operation.functions[peer], size, options, exact)
-        assert error < most, f"{name} by {peer}: outputs or gradients are {error:.1e} from float64"
+    exact = kernels_bench.exact_results(operation, TINY[name], options)
+    for peer in {"nanocria", "eager", "torch"} & operation.functions.keys():
+        if (name, peer) != ("linear_cross_entropy", "torch"):  # newer than some PyTorch
+            error = kernels_bench.largest_error(operation, operation.functions[peer], TINY[name], options, exact)
+            assert error < most, f"{name} by {peer}: outputs or gradients are {error:.1e} from float64"
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rope", "swiglu", "geglu"])
@@ -118,9 +92,10 @@ def test_the_kernels_are_measured_and_a_failing_function_is_recorded(monkeypatch
     """All of the command but the clock, on a CPU."""
 
     def out_of_memory(*inputs):
-        raise RuntimeError("CUDA out of memory.\nTried to allocate much.")
+        raise RuntimeError("CUDA out of memory.")
 
-    head = {"command": "python bench.py kernels", "device": "CPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.0}
+    head = {"command": "python bench.py kernels", "device": "CPU", "copy_tb_s": 4.0,
+            "versions": {"nanocria": "abc", "torch": "2"}}  # fmt: skip
     out = tmp_path / "kernels.json"
     monkeypatch.setattr(runner, "start", lambda *_, **options: records.Record(out, head))
     monkeypatch.setattr(timing, "gpu_time", lambda calls: calls[0]() and {"us": [1.0, 2.0, 3.0], "graph": True})
@@ -137,15 +112,3 @@ def test_the_kernels_are_measured_and_a_failing_function_is_recorded(monkeypatch
     for row in rows:
         assert row["functions"]["compile"] == {"failed": "RuntimeError: CUDA out of memory."}
         assert row["functions"]["nanocria"]["us"] == [1.0, 2.0, 3.0] and row["functions"]["nanocria"]["error"] < 1e-6
-
-
-def test_a_library_that_cannot_be_imported_is_left_out(monkeypatch, capsys):
-    def broken():
-        raise RuntimeError("no driver")
-
-    def missing():
-        raise ModuleNotFoundError("No module named 'liger_kernel'")
-
-    monkeypatch.setattr(libraries, "LIBRARIES", (broken, missing, lambda: {"rope": {}}))
-    assert libraries.installed() == [{"rope": {}}]
-    assert "no driver" in capsys.readouterr().err

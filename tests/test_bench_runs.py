@@ -11,17 +11,12 @@ import pytest
 import torch
 
 import bench
-from benchmarks import child, gpus, ladder, records, runner, settings, snapshot, step, sweep, tables
+from benchmarks import child, gpus, ladder, records, runner, settings, snapshot
 from benchmarks.records import Record
 from runtime.checkpoint import load_model
 from tests.runs import step_losses, wait_until
 
 HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}}
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(tmp_path / "record.json", HEAD)
 
 
 # --- Processes ---
@@ -38,12 +33,6 @@ def test_a_process_without_a_result_says_why():
     assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + torchrun) == {"oom": True}
 
 
-def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(runner.TRAINERS, "mine", runner.TRAINERS["hf"]._replace(requires="torch>=2 no-such-package<3"))
-    row = runner.train_steps("mine", 3, config="config/baby_llama.py", batch=1, block=8, checkpointing="none")
-    assert row["failed"] == "mine needs: pip install 'torch>=2' 'no-such-package<3'"
-
-
 @pytest.mark.parametrize("interrupt", [False, True])
 def test_a_point_that_hangs_or_is_interrupted_is_ended_with_its_ranks(tmp_path, interrupt):
     hangs = tmp_path / "hangs.py"
@@ -53,7 +42,7 @@ def test_a_point_that_hangs_or_is_interrupted_is_ended_with_its_ranks(tmp_path, 
     )
     script = (
         "import signal, sys; from benchmarks import runner\n"
-        "signal.signal(signal.SIGTERM, runner.leave)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
         f"runner.TIMEOUT = {600 if interrupt else 20}\n"
         f"print(runner.run([{str(hangs)!r}], ranks=2))"
     )
@@ -67,17 +56,13 @@ def test_a_point_that_hangs_or_is_interrupted_is_ended_with_its_ranks(tmp_path, 
     wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
 
 
-def test_memory_limit_is_enforced(monkeypatch):
+def test_memory_limit_is_a_share_of_the_card_of_the_rank(monkeypatch):
     fractions = []
-    card = SimpleNamespace(total_memory=96 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=96 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: fractions.append(fraction))
     monkeypatch.setenv("LOCAL_RANK", "3")
     child.limit_memory(24.0)
-    child.limit_memory(96.0)
-    assert fractions == [(0.25, 3), (1.0, 3)]
-    with pytest.raises(SystemExit, match="choose less"):
-        child.limit_memory(200.0)
+    assert fractions == [(0.25, 3)]
 
 
 # --- Records ---
@@ -85,8 +70,8 @@ def test_memory_limit_is_enforced(monkeypatch):
 
 def fill(path, rows, **head):
     record = Record(path, HEAD | head)
-    for trainer, speed in rows.items():
-        record.measure("points", {"trainer": trainer}, lambda speed=speed: {"tok_per_s": speed})
+    for trainer, row in rows.items():
+        record.measure("points", {"trainer": trainer}, lambda row=row: row)
     return json.loads(path.read_text())
 
 
@@ -95,69 +80,33 @@ def test_a_record_is_continued_on_the_same_card_and_known_rows_of_this_commit_ar
         return {row["trainer"]: (row["tok_per_s"], row["commit"]) for row in data["points"]}
 
     path = tmp_path / "new" / "record.json"
-    fill(path, {"hf": 1.0, "recipe": 2.0})
-    again = fill(path, {"hf": 9.0, "mine": 3.0}, command="python bench.py step --trainers=hf,mine")
-    assert speeds(again) == {"hf": (1.0, "abc"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}, "hf is not repeated"
-    assert again["command"] == "python bench.py step && python bench.py step --trainers=hf,mine"
-    newer = fill(path, {"hf": 9.0}, versions={"nanocria": "def", "torch": "2"})
-    assert speeds(newer) == {"hf": (9.0, "def"), "recipe": (2.0, "abc"), "mine": (3.0, "abc")}
-    assert newer["versions"]["nanocria"] == "abc, def"
-    dirty = {"nanocria": "def-dirty", "torch": "2"}
-    fill(path, {"hf": 5.0}, versions=dirty)
-    assert speeds(fill(path, {"hf": 6.0}, versions=dirty))["hf"] == (6.0, "def-dirty"), "the code may differ"
+    fill(path, {"hf": {"tok_per_s": 1}, "recipe": {"tok_per_s": 2}, "torchtitan": {"failed": "Bang"}})
+    elsewhere = Record(path, HEAD | {"command": "python bench.py step --trainers=hf,mine"})
+    again = fill(path, {"hf": {"tok_per_s": 9}, "mine": {"tok_per_s": 3}})
+    assert speeds(again) == {"hf": (1, "abc"), "recipe": (2, "abc"), "mine": (3, "abc")}, "hf is not repeated"
+    elsewhere.measure("points", {"trainer": "late"}, lambda: {"tok_per_s": 4})
+    newer = fill(path, {"hf": {"tok_per_s": 9}}, versions={"nanocria": "def-dirty", "torch": "2"})
+    assert newer["command"] == "python bench.py step && python bench.py step --trainers=hf,mine"
+    expected = {"hf": (9, "def-dirty"), "recipe": (2, "abc"), "mine": (3, "abc"), "late": (4, "abc")}
+    assert speeds(newer) == expected, "two processes fill one record"
+    dirty = fill(path, {"hf": {"tok_per_s": 6}}, versions={"nanocria": "def-dirty", "torch": "2"})
+    assert speeds(dirty)["hf"] == (6, "def-dirty"), "the code may differ"
     for change in ({"device": "other"}, {"versions": {"nanocria": "def", "torch": "3"}}):
-        path.write_text(json.dumps(newer))
-        assert list(speeds(fill(path, {"hf": 5.0}, **change))) == ["hf"], change
+        with pytest.raises(SystemExit, match="another device or with another PyTorch"):
+            fill(path, {"hf": {"tok_per_s": 5}}, **change)
+    assert json.loads(path.read_text()) == dirty
 
 
-def test_two_processes_on_two_cards_fill_one_record(tmp_path):
-    path = tmp_path / "record.json"
-    record = Record(path, HEAD)
-    record.measure("points", {"trainer": "recipe"}, lambda: {"tok_per_s": 1.0})
-    fill(path, {"hf": 2.0})
-    record.measure("points", {"trainer": "torchtitan"}, lambda: {"tok_per_s": 3.0})
-    assert [row["trainer"] for row in json.loads(path.read_text())["points"]] == ["recipe", "hf", "torchtitan"]
-
-
-def test_out_of_memory_is_recorded_and_a_failure_is_not(record):
-    record.measure("points", {"trainer": "hf"}, lambda: {"failed": "Bang"})
-    record.measure("points", {"trainer": "hf-liger"}, lambda: {"oom": True})
-    assert [row["trainer"] for row in json.loads(record.path.read_text())["points"]] == ["hf-liger"]
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{}"])
-def test_a_file_that_is_not_a_record_is_not_overwritten(tmp_path, text):
-    (tmp_path / "list.json").write_text(text)
-    with pytest.raises(SystemExit, match="not a benchmark record"):
-        Record(tmp_path / "list.json", HEAD)
-    assert (tmp_path / "list.json").read_text() == text
-
-
-def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
-    def git(*words):
-        words = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(records.run_log, "git_commit", lambda: git("describe", "--always", "--dirty"))
-    (tmp_path / "benchmarks" / "records").mkdir(parents=True)
-    names = {"README.md": "", "benchmarks/records/step.json": "", "train.py": "-dirty"}
-    for name in names:
-        (tmp_path / name).write_text("1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "all")
-    commit = git("describe", "--always")
-    for name, dirty in names.items():
-        (tmp_path / name).write_text("2")
-        assert records.commit() == commit + dirty, name
-
-
-# --- The commands on a CPU, tiny ---
+# --- The commands ---
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch, plain_pytorch_on_one_core):
+def start(monkeypatch):
+    monkeypatch.setattr(runner, "start", lambda name, s, *_, **options: Record(Path(s.out), HEAD | {"command": name}))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, plain_pytorch_on_one_core, start):
     """A tiny model that trains on the CPU."""
     config = tmp_path / "tiny.py"
     config.write_text(
@@ -165,7 +114,6 @@ def tiny(tmp_path, monkeypatch, plain_pytorch_on_one_core):
         "device, dtype, kernels, attention = 'cpu', 'float32', 'none', 'sdpa'\n"
     )
     monkeypatch.setattr(runner, "CONFIG", str(config))
-    monkeypatch.setattr(runner, "start", lambda name, s, **options: Record(s.out, HEAD | {"command": name}))
     return str(config)
 
 
@@ -178,99 +126,88 @@ def test_the_step_is_measured_on_a_cpu(tiny, tmp_path, capsys):
     assert "| 2 | 16 | full |" in capsys.readouterr().out
 
 
-def test_a_batch_is_measured_on_a_cpu(tiny, tmp_path):
-    out = tmp_path / "sweep.json"
-    bench.main(f"--batches=2 --block_size=16 --steps=2 --config={tiny} --out={out}".split())
-    (row,) = json.loads(out.read_text())["batch"]
-    assert row["tok_per_s"] == pytest.approx(32_000 / row["ms_per_step"]) and row["estimated_gib"] > 0
-    assert out.with_suffix(".png").stat().st_size > 10_000
+@pytest.fixture
+def card(monkeypatch, start, tmp_path):
+    """Stands for a card with room for card.tokens per step. card(words) runs a command on it and returns its record;
+    card.ran are the command lines, as (ranks, limit in GiB, words)."""
 
-
-# --- What is run ---
-
-
-class Card:
-    """Stands for a card with room for so many tokens per step; records what was run, and within how many GiB."""
-
-    def __init__(self, monkeypatch, tokens=5000):
-        self.tokens = tokens
-        self.ran = []
-        self.limits = set()
-        monkeypatch.setattr(runner, "run", self.run)
-        monkeypatch.setattr(runner, "missing", lambda trainer: {})
-
-    def run(self, words, ranks=1):
+    def run(words, ranks=1):
         _, _, limit, *command = words  # -m benchmarks.child
-        self.ran.append((ranks, *command))
-        self.limits.add(float(limit))
+        measure.ran.append((ranks, float(limit), command))
         if command[0] == "train.py":
             flags = dict(word[2:].split("=") for word in command if word.startswith("--"))
             size = int(flags["batch_size"]) * int(flags["block_size"])
         else:
             spec = json.loads(command[-1])
             size = spec["batch"] * spec["block"]
-        if size > self.tokens:
+        if size > measure.tokens:
             return 1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate much."
         numbers = json.dumps({"ms_per_step": 1.0, "tok_per_s": 1000.0 * size, "mfu": 0.4, "peak_gib": size / 1000})
         if command[0] == "train.py":
             Path(flags["out_dir"], "summary.json").write_text(numbers)
         return 0, f"much text\n{numbers}"
 
+    def measure(words):
+        out = tmp_path / "record.json"
+        bench.main([*words.split(), f"--out={out}"])
+        return json.loads(out.read_text())
 
-def rows_of(record, *kinds):
-    return [row for kind in kinds for row in record.data.get(kind, [])]
+    measure.ran = []
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    return measure
 
 
-def test_without_settings_the_batch_grows_until_nothing_fits(monkeypatch, record):
-    card = Card(monkeypatch, tokens=300 * 1024)
-    sweep.grow(sweep.parse([], 1), record)
-    found = [(row["batch"], row["block"], row["oom"]) for row in rows_of(record, "batch")]
-    assert found == [(b, 1024, False) for b in (1, 4, 8, 16, 32, 64, 96, 112, 224)] + [(448, 1024, True)]
-    ranks, script, config, *flags = card.ran[3]
-    assert (ranks, script, config) == (1, "train.py", "config/llama32_1b.py")
+def test_the_batch_grows_until_nothing_fits(card, tmp_path, capsys):
+    card.tokens = 300 * 1024
+    rows = card("--memory_limit_gib=90")["batch"]
+    sizes = [(row["batch"], row["block"], row["oom"]) for row in rows]
+    assert sizes == [(b, 1024, False) for b in (1, 4, 8, 16, 32, 64, 96, 112, 224)] + [(448, 1024, True)]
+    ranks, limit, (script, config, *flags) = card.ran[3]
+    assert (ranks, limit, script, config) == (1, 90, "train.py", "config/llama32_1b.py")
     assert {"--batch_size=16", "--block_size=1024", "--offload=none", "--activation_checkpointing=none"} < set(flags)
-    table = tables.of_record(record.data | {"command": "python bench.py sweep"})["batch"]
-    assert "| 224 | 1,024 | 229,376,000 · 229.4 |" in table and "| 448 | 1,024 | out of memory |" in table
+    printed = capsys.readouterr().out
+    assert "| 224 | 1,024 | 229,376,000 · 229.4 |" in printed and "| 448 | 1,024 | out of memory |" in printed
+    assert (tmp_path / "record.png").stat().st_size > 10_000
 
 
-def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(monkeypatch, record):
-    card = Card(monkeypatch, tokens=3 * 1024)
-    s = sweep.parse(["--preset=study"], 1)
-    sweep.grow(s, record)
-    assert s.out == settings.RECORDS / "study.json" and s.command == ["--preset=study"]
-    assert [row["batch"] for row in rows_of(record, "batch")] == [1] * 6 + [4] * 6, "each until it does not fit"
-    assert [row["block"] for row in rows_of(record, "seq")] == [512] * 6 + [1024] * 6
-    assert card.limits == {24} and {row["offload"] for row in rows_of(record, "batch", "seq")} == {"all"}
-    plain, unfused, ours, long, hf, liger = card.ran[:6]
+def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(card):
+    card.tokens = 3 * 1024
+    record = card("--preset=study")
+    assert [row["batch"] for row in record["batch"]] == [1] * 6 + [4] * 6, "each until it does not fit"
+    assert [row["block"] for row in record["seq"]] == [512] * 6 + [1024] * 6
+    assert {limit for _, limit, _ in card.ran} == {24}
+    assert {row["offload"] for row in record["batch"] + record["seq"]} == {"all"}
+    plain, unfused, ours, long, hf, _ = (words for _, _, words in card.ran[:6])
     assert {"--kernels=none", "--offload=all"} < set(plain)
     assert "--kernels=blocks" in unfused and "--offload_activations=true" in long and "--offload=all" in ours
     assert json.loads(hf[-1]) | {"trainer": "hf-offload", "checkpointing": "full", "warmup": 2} == json.loads(hf[-1])
 
 
-def test_adapters_stand_on_random_weights(monkeypatch, tmp_path, record):
+def test_adapters_stand_on_random_weights(card, tmp_path):
     mine = tmp_path / "tiny.py"
     mine.write_text("n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 64, 128, 500\n")
     base = runner.random_base(str(mine)).name
     weights = load_model(base).state_dict()
     sizes = [(w.std() if w.ndim > 1 else w.mean() / 50).item() for w in weights.values()]
     assert sizes == pytest.approx([0.02] * len(sizes), rel=0.1)
-    card = Card(monkeypatch, tokens=10_000)
-    sweep.grow(sweep.parse(["--trainers=nanocria-lora,hf-liger-qlora", f"--config={mine}", "--batches=2"], 1), record)
-    ours, theirs = card.ran
+    card.tokens = 10_000
+    card(f"--trainers=nanocria-lora,hf-liger-qlora --config={mine} --batches=2")
+    (_, _, ours), (_, _, theirs) = card.ran
     assert f"--init_from={base}" in ours and "--lora_rank=16" in ours and "hf-liger-qlora" in theirs[-1]
 
 
-def test_the_step_is_measured_of_each_trainer_at_each_shape(monkeypatch, record):
-    card = Card(monkeypatch, tokens=20_000)
-    words = ["--trainers=nanocria,hf,hf-graphs", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
-    step.points(step.parse(words), record)
-    assert [(row["trainer"], row["batch"], row["checkpointing"]) for row in rows_of(record, "points")] == [
+def test_the_step_is_measured_of_each_trainer_at_each_shape(card):
+    card.tokens = 20_000
+    trainers = "--trainers=nanocria,hf,hf-graphs"
+    rows = card(f"step {trainers} --shapes=8x2048,2x8192 --checkpointing=none,selective")["points"]
+    assert [(row["trainer"], row["batch"], row["checkpointing"]) for row in rows] == [
         ("nanocria", 8, "none"), ("hf", 8, "none"), ("nanocria", 8, "selective"),
         ("nanocria", 2, "none"), ("hf", 2, "none"), ("nanocria", 2, "selective"),
     ]  # fmt: skip
-    step.baby(step.parse(["--trainers=nanocria,hf-graphs"]), record)
-    assert [row["trainer"] for row in rows_of(record, "baby")][-2:] == ["nanocria --cuda_graph=true", "hf-graphs"]
-    assert "--compile=true" in card.ran[-3]
+    rows = card("step --measure=baby --trainers=nanocria,hf-graphs")["baby"]
+    assert [row["trainer"] for row in rows][-2:] == ["nanocria --cuda_graph=true", "hf-graphs"]
+    assert "--compile=true" in card.ran[-3][2]
 
 
 def test_a_timeline_adds_up_allocations_and_frees():
@@ -281,39 +218,26 @@ def test_a_timeline_adds_up_allocations_and_frees():
     assert snapshot.timeline(taken) == [110, 105, 125, 115]
 
 
-# --- The ladder ---
-
-
 @pytest.mark.parametrize("name, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2)])
-def test_each_technique_ends_at_the_largest_batch_that_fits(monkeypatch, record, name, largest):
-    Card(monkeypatch, largest * ladder.BLOCK)
-    ladder.measure_fits("1b", name, ladder.parse([]), record)
-    rows = rows_of(record, "points")
+def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest):
+    card.tokens = largest * ladder.BLOCK
+    rows = card(f"ladder --models=1b --measure=fits --techniques={name}")["points"]
     batches = [row["batch"] for row in rows if "tok_per_s" in row]
     assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES] if b <= largest)
     assert len(rows) <= 3 or largest != 40, "the search begins at the estimate"
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 
 
-def test_a_technique_includes_the_settings_of_those_below(monkeypatch, record):
-    card = Card(monkeypatch, 0)
-    ladder.measure_fits("8b", "offload_all", ladder.parse([]), record)
-    ((_, _, config, *flags),) = card.ran  # not even one sequence: no other is tried
+def test_a_technique_includes_the_settings_of_those_below(card):
+    card.tokens = 0
+    card("ladder --models=8b --measure=fits --techniques=offload_all")
+    ((_, _, (_, config, *flags)),) = card.ran  # not even one sequence: no other is tried
     assert config == "config/llama31_8b.py" and "--kernels=none" not in flags
     assert {"--offload=all", "--optimizer_bits=8", "--dtype=bfloat16", "--kernels=all"} < set(flags)
 
 
-def test_each_technique_needs_less_memory_than_its_base_or_fits_a_larger_batch():
-    s = ladder.parse([])
-    found = {name: ladder.estimated("1b", name, s) for name in s.techniques if name in ladder.OURS}
-    for name, row in found.items():
-        below = found.get(ladder.TECHNIQUES[name].on, row | {"largest": 0})
-        assert row["estimated_gib"] <= below["estimated_gib"] + 0.01 and row["largest"] >= below["largest"], name
-    assert found["offload_all"]["cpu_gib"] > 0 == found["bf16"]["cpu_gib"]
-
-
-@pytest.mark.parametrize("name", ladder.OURS)
-def test_every_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
+@pytest.mark.parametrize("name", ["plain", "galore", "nvme", "qlora_fp8"])  # each builds on others
+def test_a_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
     sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
     train(**sizes, out_dir=tmp_path / "base")  # the adapters' base
     flags = ladder.flags_of(name, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
@@ -322,24 +246,18 @@ def test_every_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on
     assert second < first
 
 
-# --- Several GPUs ---
-
-
-def test_each_point_is_a_run_on_so_many_ranks_and_8b_takes_all(monkeypatch, record):
-    card = Card(monkeypatch, tokens=2**20)
-    s = gpus.parse(["--measure=scaling,8b"], n_gpus=4)
-    for kind in s.measure:
-        gpus.measure_points(kind, s, record)
-    assert [(row["ranks"], row["trainer"]) for row in rows_of(record, "scaling")] == [
+def test_each_point_is_a_run_on_so_many_ranks_and_8b_takes_all(card):
+    card.tokens = 2**20
+    record = card("gpus --measure=scaling,8b")
+    assert [(row["ranks"], row["trainer"]) for row in record["scaling"]] == [
         *((n, name) for n in (4, 2) for name in gpus.POINTS["scaling"][-1]),
         (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
     ]  # fmt: skip
-    ranks, *zero2 = card.ran[1]
+    ranks, _, zero2 = card.ran[1]
     assert ranks == 4 and {"--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=zero2"} < set(zero2)
-    rows = rows_of(record, "8b")
+    rows = record["8b"]
     assert len(rows) == 10 and {row["ranks"] for row in rows} == {4}
     assert {row["trainer"] for row in rows if row["checkpointing"] == "selective"} == {"nanocria"}
-    assert gpus.parse(["--ranks=4,1,2"], n_gpus=2).ranks == [1, 2], "ranks without GPUs are left out"
 
 
 @pytest.mark.parametrize("kind, steps", [("saves", 200), ("memory", 3)])
@@ -347,8 +265,7 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
     ran = []
 
     def train(argv, out_dir, ranks):
-        ran.append((argv[-2:], ranks))
-        Path(out_dir).mkdir(exist_ok=True)
+        ran.append(argv[-1])
         saves = "--keep_last=1" in argv
         lines = [{"step": 100, "loss": 1.0, "time": 9.0}, {"step": 200, "loss": 1.0, "time": 75.0 if saves else 53.0}]
         if len(ran) < 3:  # the third one resumes, and is not timed
@@ -364,10 +281,7 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
     monkeypatch.setattr(runner, "train", train)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
     row = gpus.measure_checkpoint(kind, 4)
-    runs = ((steps, 0), (steps, 1), (steps + 10, 0))
-    assert ran == [([f"--max_iters={n}", f"--keep_last={last}"], 4) for n, last in runs]
+    assert ran == [f"--max_iters={steps}", "--keep_last=1", f"--max_iters={steps + 10}"]
     assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and not list(tmp_path.iterdir())
     assert row.get("cost") == (0.5 if kind == "saves" else None)
     assert row.get("saved_cpu_gib") == (None if kind == "saves" else 100.0)
-    monkeypatch.setattr(runner, "train", lambda *_: {"oom": True})
-    assert gpus.measure_checkpoint(kind, 4)["oom"], "a run that fails ends it"

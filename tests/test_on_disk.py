@@ -272,11 +272,11 @@ def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
 def test_8b_takes_at_most_40_gib_of_cpu_memory():
     words = "--config=config/llama31_8b.py --offload=all --batch_size=8 -- --offload_dir=/nvme"
     words = [*words.split(), "--gradient_accumulation_steps=1"]
-    text, *run = estimate.estimate(estimate.parse(words))
+    text, *run = estimate.estimate(words)
     n_bytes = memory_advice.disk_bytes(*run)
     assert estimate.cpu_gib(*run) < 32 and n_bytes == pytest.approx(12 * 8_030_261_248)
     assert "in offload_dir, of each rank:" in text and "buffers of offload_dir" in text
-    _, *run = estimate.estimate(estimate.parse([*words, "--optimizer_bits=8"]))
+    _, *run = estimate.estimate([*words, "--optimizer_bits=8"])
     assert memory_advice.disk_bytes(*run) == pytest.approx(n_bytes * 6.03 / 12, rel=0.01)
 
 
