@@ -121,11 +121,11 @@ def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
 
 
-def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
+def all_reduce_max(values: list[float]) -> list[float]:
     """The largest of each value over all ranks. Every rank must call it."""
     if world_size == 1:
         return values
-    values = torch.tensor(values, dtype=torch.float64, device=device)
+    values = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
 

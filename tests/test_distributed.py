@@ -60,6 +60,7 @@ def alone(tmp_path_factory):
     (2, UNTIED, ALL_OFFLOADED, 1e-5),
     (2, dict(mask_documents=True, n_embd=64), FULL, 1e-5),
     (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
+    (2, dict(dtype="float16"), {}, 5e-4),
     # 129 and 128 of the embedding's rows. Rounding may change an 8-bit code, by a percent of a moment.
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
     # Of 3 layers one of two ranks owns two; 4 ranks cut through k and v; of a matrix of 6 rows the last rank has none.

@@ -166,28 +166,15 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
 # Sampling
 
 
-def test_sampling_settings_that_leave_one_token_are_greedy():
+def test_one_token_left_is_greedy_and_a_seed_repeats_its_text():
     model = build(**PLAIN)
     prompt = batch(n_batch=3)[0]
     greedy = texts(model, prompt, temperature=0)
-    for settings in (
-        {"top_k": 1},
-        {"top_p": 1e-6},
-        {"top_p": 1e-320},
-        {"temperature": 1e-4},
-        {"temperature": 1e-40},
-        {"min_p": 1.0},
-    ):
+    for settings in ({"top_k": 1}, {"top_p": 1e-320}, {"temperature": 1e-40}, {"min_p": 1.0}):
         assert torch.equal(texts(model, prompt, **settings), greedy), settings
-    assert not torch.equal(texts(model, prompt), greedy)
-
-
-def test_the_same_seed_writes_the_same_text():
-    model = build(**PLAIN)
-    prompt = batch(n_batch=3)[0]
-    assert torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=1))
-    assert not torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=2))
-    assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0, min_p=0.0), texts(model, prompt))
+    first = texts(model, prompt, seed=1)
+    assert torch.equal(first, texts(model, prompt, seed=1, top_k=10**6, top_p=1.0, min_p=0.0))
+    assert not torch.equal(first, texts(model, prompt, seed=2)) and not torch.equal(first, greedy)
 
 
 def test_tokens_are_sampled_from_their_probabilities():
@@ -196,11 +183,8 @@ def test_tokens_are_sampled_from_their_probabilities():
         ((1.0, None, None, None), [0, 1, 2, 3, 4]),
         ((2.0, 2, None, None), [1, 3]),
         ((1.0, None, 0.7, None), [1, 3]),  # the second carries the sum past 0.7
-        ((1.0, 4, 0.95, None), [0, 1, 3]),
         ((1.0, 2, 0.72, None), [1]),  # of the two the first has 0.73
-        ((2.0, None, 0.75, None), [0, 1, 3]),  # 0.44, 0.27, 0.16, 0.10, 0.04
         ((2.0, None, None, 0.1), [0, 1, 3, 4]),
-        ((1.0, None, None, 0.1), [0, 1, 3]),  # a tenth of 0.64
         ((1.0, 2, None, 0.01), [1, 3]),
     ]
     halves = torch.zeros(1000, 2, device=DEVICE)

@@ -19,12 +19,11 @@ from optimizers.on_cpu import OnCPU
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
-from runtime.checkpoint import read_run
 from runtime.device import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.save import rows_to_save
 from runtime.stream_weights import StreamedWeights
-from tests.runs import SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses
+from tests.runs import assert_close, edit_run, error_of, losses, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -420,20 +419,3 @@ def test_the_float16_scale_counts_2000_steps_across_a_resume(train, tmp_path):
     edit_run(tmp_path / "out/step_000004", loss_scale_since=6 - 2000)
     run = train(lr_decay_iters=12, max_iters=8, dtype="float16")
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**17, "loss_scale_since": 6}
-
-
-def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
-    settings = dict(dtype="float16", gradient_accumulation_steps=4, lr_decay_iters=8)
-    train(**settings, max_iters=4)
-    path = tmp_path / "out/step_000004"
-
-    def at_scale(scale, out_dir):
-        shutil.copytree(path, out_dir / path.name)
-        edit_run(out_dir / path.name, loss_scale=scale, loss_scale_since=4)
-        return settings | dict(max_iters=5, out_dir=out_dir)
-
-    scale = 2.0**16  # becomes the largest scale at which one process takes its fifth step
-    while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["optimizer"].loss_scale.scale == 2 * scale:
-        scale *= 2
-    finish(SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many"), ranks=4)
-    assert read_run(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"
