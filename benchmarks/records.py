@@ -16,7 +16,7 @@ from benchmarks.settings import RECORDS
 from benchmarks.tables import describe
 from data.files import atomic_write
 from runtime import run_log
-from runtime.loss_plot import read_json, read_losses
+from runtime.run_log import read_losses
 
 PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes", "peft", "torchtitan", "torchao",
             "galore-torch")  # fmt: skip
@@ -98,7 +98,7 @@ def origin(name: str, argv: list[str]) -> dict:
 
 def keep_summary(run_folder: str, name: str) -> None:
     """Write the summary that a run of train.py left, and its validation losses, as the record of that name."""
-    run = read_json(Path(run_folder) / "summary.json")
+    run = json.loads((Path(run_folder) / "summary.json").read_text())
     if "bits_per_byte" not in run or run["steps"] != run["settings"]["max_iters"]:
         sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
     losses = read_losses(Path(run_folder))

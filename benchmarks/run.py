@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.settings import read_settings
 from benchmarks.tables import table
 from configurator import SettingError
-from runtime.loss_plot import Losses, draw_losses, read_losses, smoothed
+from runtime.run_log import Losses, draw_losses, read_losses, smoothed
 
 # settings
 out = "out/loss.png"  # the plot

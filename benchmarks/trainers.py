@@ -43,8 +43,8 @@ from data.encode import cpu_cores
 from data.loader import open_dataset
 from model import Llama, LlamaConfig
 from runtime import memory_stats
+from runtime.device import peak_flops
 from runtime.hf_config import write_config
-from runtime.run_log import peak_flops
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))

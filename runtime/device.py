@@ -1,5 +1,6 @@
 """The device: choose it and the dtype, copy to and from it, replay CUDA graphs on it, profile it."""
 
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,19 @@ import torch
 
 from runtime import memory_stats
 from runtime.distributed import local_rank, local_world_size, print0, rank, stop
+
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the datasheets; the first matching name counts
+    "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOPs per second of the card in bfloat16 and float16; None for a card that is not listed."""
+    other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # not variants with more or fewer cores, nor MIG slices
+    peaks = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
+    return next(peaks, None)
 
 
 def pick_device(device: str) -> str:

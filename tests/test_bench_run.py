@@ -7,7 +7,7 @@ import pytest
 
 import bench
 from benchmarks import records
-from runtime import loss_plot
+from runtime import run_log
 from runtime.run_log import RunLog
 
 WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0, command="python train.py",
@@ -47,7 +47,7 @@ def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps({"step": 30, "loss": 2.0, "ms": 1.8e6, "tok_per_s": 1000 / 1800}))
         file.write("\n" + json.dumps({"step": 35, "val_loss": 2.5}))  # between two lines of the log
-    losses = loss_plot.read_losses(folder)
+    losses = run_log.read_losses(folder)
     assert losses.train[-1] == (30, 30_000, 15.0, 2.0) and losses.bits_per_byte is None
     assert losses.val[-1] == (35, 35_000, 17.5, 2.5)
 
