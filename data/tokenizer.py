@@ -39,7 +39,6 @@ MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folde
 MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
-LLAMA3_HASHES = {"tokenizer.json-6ea727c43071", "tokenizer.json-05ed779349be"}  # of 3.1 and later, of 3.0
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,11 +160,9 @@ def name_of_json(content: dict, written_as: str | None = None) -> str:
 
     written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
     """
-    name = vocabulary_name(ids_of_json(content))
-    if name in LLAMA3_HASHES:
-        return "llama3"
     added = {token["content"] for token in content["added_tokens"]}
-    return written_as if added <= SPECIAL_TOKENS.get(written_as, set()) else name
+    is_unchanged = added <= SPECIAL_TOKENS.get(written_as, set())
+    return written_as if is_unchanged else vocabulary_name(ids_of_json(content))
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:

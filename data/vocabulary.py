@@ -16,6 +16,7 @@ from data.tiktoken_files import json_of_encoding
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
+LLAMA3_HASHES = {"6ea727c43071", "05ed779349be"}  # of the vocabularies of 3.1 and later, of 3.0
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
 
@@ -237,4 +238,5 @@ def ids_of_json(content: dict) -> dict[str, int]:
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:
-    return "tokenizer.json-" + hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:12]
+    return "llama3" if digest in LLAMA3_HASHES else f"tokenizer.json-{digest}"

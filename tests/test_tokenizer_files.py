@@ -19,7 +19,7 @@ from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import LLAMA3_PATTERN
 from data.tokenizer import NAMES, OPENAI, Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
-from data.vocabulary import TextStream
+from data.vocabulary import HuggingFace, TextStream
 from data.write import write_dataset
 from model import LlamaConfig
 from runtime.resume import hf_files
@@ -496,6 +496,10 @@ def test_llama3_is_known_by_its_vocabulary_and_with_additions_it_is_another(adde
     assert theirs(text, split_special_tokens=True).input_ids == [128000, *ours.encode(text)]
     assert theirs(text).input_ids == [128000, *ours.encode(text, special=True)]
     assert not added or added["id"] in ours.encode(text)
+    content["added_tokens"][0]["normalized"] = True  # not as Meta's, so `tokenizers` reads it
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    others = get_tokenizer(tmp_path)
+    assert others.name == ours.name and others.encode(text) == ours.encode(text) and type(others) is HuggingFace
 
 
 @pytest.mark.real
