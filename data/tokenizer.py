@@ -161,8 +161,9 @@ def name_of_json(content: dict, written_as: str | None = None) -> str:
     written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
     """
     added = {token["content"] for token in content["added_tokens"]}
-    is_unchanged = added <= SPECIAL_TOKENS.get(written_as, set())
-    return written_as if is_unchanged else vocabulary_name(ids_of_json(content))
+    if written_as in NAMES and added <= SPECIAL_TOKENS[written_as]:
+        return written_as
+    return vocabulary_name(ids_of_json(content))
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:

@@ -315,7 +315,7 @@ def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, cont
         get_tokenizer(tmp_path / "hf")
 
 
-def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_is_read(tmp_path):
+def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_or_without_added_tokens_is_read(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer.json is not a regular file"):
         get_tokenizer(tmp_path)
@@ -324,6 +324,8 @@ def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_is_read(tmp_path):
     file = tmp_path / "hf/tokenizer.json"
     file.write_text(file.read_text().replace(": 299", ": 999"))
     assert get_tokenizer(tmp_path / "hf").encode("hello") == ids and get_tokenizer(tmp_path / "hf").n_vocab == 1000
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens": []}))
+    assert published_name(tmp_path / "hf") == get_tokenizer(tmp_path / "hf").name
 
 
 # Which bos the data has, and whether the published tokenizer puts it before a text.

@@ -13,8 +13,6 @@ itself, bos included. It comes with downloaded files, so it runs in a sandbox (d
 import re
 from collections.abc import Callable
 
-from jinja2 import Template
-
 from data.chat.formats import REASONING, parse_json
 from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, bounded, compile_template, names_read, reason_of
 from data.tokens import IS_TARGET, OPENS
@@ -91,19 +89,15 @@ def render_answers(
     variables: what else the template may read. ValueError if there is no answer to learn, or if the template does not
     write what the conversation has.
     """
-    names = names_read(template_of(tokenizer, tools))
-    if tools and "tools" not in names:
-        raise ValueError("it has tools, which the chat template does not write")
+    template = template_of(tokenizer, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"there is no answer to learn: no role is assistant, but {roles:.80}")
     learned = [i for i in answers if messages[i].get("weight") != 0]
     if not learned:
-        raise ValueError("there is no answer to learn: each has weight 0, or a flag that means the same")
-    if any(messages[i].get("tool_calls") for i in learned) and "tool_calls" not in names:
-        raise ValueError("it has tool calls, which the chat template does not write")
-    template = compile_template(template_of(tokenizer, tools))
+        raise ValueError("there is no answer to learn: no role is assistant, or each answer is flagged, as by weight 0")
+    calls = [message for message in messages if message.get("tool_calls")]
+    for name, is_used in (("tools", tools), ("tool_calls", calls)):
+        if is_used and name not in names_read(template):
+            raise ValueError(f"it has {name}, which the chat template does not write")
     inputs = inputs_of(tokenizer, messages, tools, variables)
     marked = write(template, inputs)
     text = MARKS.sub("", marked)
@@ -182,7 +176,7 @@ def render(
     ValueError if the template is broken or refuses the messages.
     """
     inputs = inputs_of(tokenizer, messages, tools) | {"add_generation_prompt": add_generation_prompt}
-    return MARKS.sub("", write(compile_template(template_of(tokenizer, tools)), inputs))
+    return MARKS.sub("", write(template_of(tokenizer, tools), inputs))
 
 
 def inputs_of(
@@ -197,14 +191,15 @@ def inputs_of(
     return tokenizer.named_tokens | given | {"add_generation_prompt": False}
 
 
-def write(template: Template, inputs: dict) -> str:
+def write(template: str, inputs: dict) -> str:
     """What a template writes, with ANSWER and ANSWER_END around answers that it marks itself.
 
     ValueError if it fails, or takes too much.
     """
+    compiled = compile_template(template)
     try:
         with bounded():
-            return without_surrogates(template.render(inputs))
+            return without_surrogates(compiled.render(inputs))
     except Exception as error:  # a third-party program may raise anything
         raise ValueError(f"the chat template cannot write this conversation: {reason_of(error)}") from error
 
