@@ -151,7 +151,7 @@ distributed.require_same_on_all_ranks({f"the dataset's {name}": value for name, 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tokens and targets, both (B, T), of blocks (B, T + 1); with mask_documents also where each document starts."""
     tokens, targets, marks = train_data.unpack(send_to_device(blocks, device))
-    return (tokens, targets, document_starts(marks, train_data.first_mark)) if mask_documents else (tokens, targets)
+    return (tokens, targets, document_starts(marks, train_data.doc_start)) if mask_documents else (tokens, targets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

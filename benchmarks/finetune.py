@@ -193,7 +193,7 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
     data, _ = conversations_of(dataset, block)
     if trainer == "packed":
         unpacked = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
-        inputs = [(x, y, document_starts(marks, data.first_mark)) for x, y, marks in unpacked]
+        inputs = [(x, y, document_starts(marks, data.doc_start)) for x, y, marks in unpacked]
     else:
         all_of_them = conversations(data, data.read(range(data.n_blocks)))
         inputs = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]

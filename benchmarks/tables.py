@@ -22,12 +22,12 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "plain_gb_per_s": "plain GB/s", "update_gb_per_s": "GB/s", "plain_threads": "its threads",
     "targets_per_s": "target tokens/s", "rate": "learning rate", "mean": "minus float32's",
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
-    "losses": "loss", "gzip_bits_per_byte": "gzip -9", "xz_bits_per_byte": "xz -9",
+    "losses": "loss", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
 FORMATS = {  # of a row's keys; others have two decimals below 10, one below 1,000
     "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
     "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
-    "xz_bits_per_byte": "{:.3f}", "gzip_bits_per_byte": "{:.3f}", "hours": "{:.2f}", "step_ms": "{:.2f}",
+    "xz_bits_per_byte": "{:.3f}", "hours": "{:.2f}", "step_ms": "{:.2f}",
     "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}", "ratio": "{:.2f}", "copy_tb_s": "{:.2f}",
     "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`", "flags": "`{}`",
 }  # fmt: skip
@@ -186,7 +186,7 @@ TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -
     "disk": {"drives": "config flags bytes update_gb_per_s plain_gb_per_s plain_threads ratio"},
     "snapshot": {"rows": "batch block checkpointing trainer peak_gib"},
 }  # fmt: skip
-RUNS = ("command device train_seconds tok_per_s peak_gib val_loss bits_per_byte gzip_bits_per_byte xz_bits_per_byte "
+RUNS = ("command device train_seconds tok_per_s peak_gib val_loss bits_per_byte xz_bits_per_byte "
         "record")  # fmt: skip
 
 

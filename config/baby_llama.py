@@ -24,5 +24,5 @@ optimizer = "muon"  # on a CPU a step takes as long as with AdamW, and the run e
 learning_rate = 4e-3  # small models take large steps: 2e-3 and 4e-3 end within 0.01 bits per byte, with AdamW too
 
 eval_interval = 800
-eval_iters = 400  # all of the validation bytes, so that the loss is comparable with gzip's
+eval_iters = 400  # all of the validation bytes, so that the loss is comparable with xz's
 log_interval = 100

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.encode import cpu_cores
-from data.files import display_path, say
 from data.meta import SPLITS
 from data.rows import DECOMPRESSORS
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
@@ -23,7 +22,7 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
     out_help = "folder for the dataset (default: the script's)"
-    parser.add_argument("--out", dest="folder", type=path_argument, default=folder, help=out_help)
+    parser.add_argument("--out", dest="folder", type=Path, default=folder, help=out_help)
     return parser
 
 
@@ -39,7 +38,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
     tokenizer_help = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=tokenizer_help)
-    parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
+    parser.add_argument("--val_fraction", type=float, help=f"validation share (default: {val_fraction})")
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
@@ -49,28 +48,14 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos_help)
 
 
-def path_argument(text: str) -> Path:
-    """An argparse type: an empty path would mean the current folder, and a shell does not expand --out=~/x."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
-    return Path(text).expanduser()
-
-
 def input_argument(text: str) -> Path:
     """An argparse type: a file, a folder, or - for standard input."""
-    return Path("/dev/stdin") if text == "-" else path_argument(text)
-
-
-def share(text: str) -> float:
-    """An argparse type: a number above 0 and below 1."""
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
-    return float(text)
+    return Path("/dev/stdin" if text == "-" else text)
 
 
 def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
     """The tokenizer that a script's options name."""
-    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name))
+    tokenizer = get_tokenizer(os.path.expanduser(name))
     if bos is False or tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
         tokenizer.bos = None
     if bos and tokenizer.bos is None:
@@ -79,40 +64,32 @@ def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
 
 
 class Progress:
-    """A progress line that overwrites itself; a log file gets a line every 30 seconds."""
+    """Prints a line every 10 seconds."""
 
-    def __init__(self, n_documents: int = 0, prefix: str = ""):
-        self.n_documents = n_documents  # 0 if unknown: the line then has neither share nor time left
+    def __init__(self, prefix: str = ""):
         self.prefix = prefix
         self.start = time.time()
         self.last_shown = self.start
-        self.is_terminal = sys.stdout.isatty()
 
     def __call__(self, counts: dict) -> None:
         now = time.time()
-        if now - self.last_shown < (0.5 if self.is_terminal else 30):
+        if now - self.last_shown < 10:
             return
         self.last_shown = now
-        seconds = now - self.start
         n_documents, n_tokens = (sum(counts[split][name] for split in SPLITS) for name in ("documents", "tokens"))
-        line = f"{self.prefix}{n_documents:,} documents, {n_documents / seconds:,.0f}/s"
-        line += f" | {n_tokens:,} tokens, {n_tokens / seconds:,.0f}/s"
-        if self.n_documents:
-            minutes_left = seconds * (self.n_documents / n_documents - 1) / 60
-            line += f" | {n_documents / self.n_documents:.1%}, {minutes_left:,.0f} minutes left"
-        say(f"{line:<100}", end="\r" if self.is_terminal else "\n")
+        rate = n_tokens / (now - self.start)
+        print(f"{self.prefix}{n_documents:,} documents, {n_tokens:,} tokens, {rate:,.0f}/s", flush=True)
 
 
 def print_summary(folder: Path, meta: dict) -> None:
     """Print what a finished dataset holds."""
-    line = f"{display_path(folder)}: tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']}"
-    say(f"{line:<100}")  # as wide as the progress line it covers
-    say(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}")
+    print(f"{folder}: tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']}")
+    print(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}")
     for split in SPLITS:
         n_documents, n_bytes, n_tokens = (meta[f"{split}_{name}"] for name in ("documents", "bytes", "tokens"))
-        say(f"{split:<6}{n_documents:>12,}{n_bytes:>18,}{n_tokens:>18,}")
-    if "gzip_bits_per_byte" in meta:
-        say("bits per byte of val: {gzip_bits_per_byte:.3f} by gzip -9, {xz_bits_per_byte:.3f} by xz -9".format(**meta))
+        print(f"{split:<6}{n_documents:>12,}{n_bytes:>18,}{n_tokens:>18,}")
+    if "xz_bits_per_byte" in meta:
+        print(f"xz -9 needs {meta['xz_bits_per_byte']:.3f} bits per byte of val")
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -121,8 +98,6 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            sys.exit(f"error: {error.filename}: {error.strerror}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: nothing half-written is left")

@@ -1,4 +1,4 @@
-"""Reading small files, writing that is atomic and follows no links, locks, messages and the paths in them."""
+"""Reading small files, writing that is atomic and follows no links, locks."""
 
 import errno
 import fcntl
@@ -29,8 +29,8 @@ def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
 def open_to_write(path: Path, mode: str, **options):
     """open(path, mode), but never through a link: in a folder from a stranger it may point to any file.
 
-    "w" makes a new file in place of what has this name; "a" keeps the file, and raises OSError for a link, a pipe or a
-    device. The folders on the way may be links: users move their data to other disks.
+    "w" makes a new file in place of what has this name; "a" keeps the file, and raises OSError for a link. The folders
+    on the way may be links: users move their data to other disks.
     """
 
     def opener(name, flags):
@@ -42,8 +42,6 @@ def open_to_write(path: Path, mode: str, **options):
     elif path.is_symlink():
         reason = f"{path.name} is a link, and nothing is written through links: remove it"
         raise OSError(errno.ELOOP, reason, str(path))
-    elif path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, f"{path.name} is no regular file: remove it", str(path))
     return open(path, mode, opener=opener, **options)
 
 
@@ -106,18 +104,6 @@ def read_json(path: Path, limit: int) -> Any:
 def write_json(path: Path, content: dict) -> None:
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-
-
-def say(text: str = "", end: str = "\n") -> None:
-    """Print, but never fail: stdout may be an ASCII log, a closed pipe or on a full disk."""
-    try:
-        try:
-            print(text, end=end, flush=True)
-        except UnicodeEncodeError:
-            print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
-    except OSError:
-        # Python flushes sys.stdout at exit: the old one's buffer would fail again.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def display_path(path: Path) -> str:

@@ -25,7 +25,7 @@ import torch
 
 from data.pystdlib.prepare import HERE as PYSTDLIB
 from data.pystdlib.prepare import prepare_once
-from data.tokens import IS_TARGET, OPENS, Tokens, check_mask, check_tokens
+from data.tokens import IS_DOC_START, IS_TARGET, Tokens, check_tokens
 
 FOLDER = Path(__file__).resolve().parent
 MASK_SHIFT = 32  # mask bits sit above the token's id
@@ -87,7 +87,7 @@ class Blocks:
 
     def _cut_into_blocks(self) -> None:
         self.n_blocks = self.tokens.blocks(self.block_size, shifted=self.tokens.split == "train")
-        self.first_mark = self.meta.get("bos", self.meta["end_of_text"])
+        self.doc_start = self.meta.get("bos", self.meta["end_of_text"])
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64. ValueError for a token beyond the vocabulary."""
@@ -105,7 +105,7 @@ class Blocks:
             yield order[positions[epochs == epoch]], shift
 
     def unpack(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split blocks into tokens, targets and marks, all (B, T). A document's first token has the mark first_mark."""
+        """Split blocks into tokens, targets and marks, all (B, T). A document begins where the mark is doc_start."""
         return blocks[:, :-1], blocks[:, 1:], blocks[:, :-1]
 
     def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
@@ -127,19 +127,14 @@ class Packed(Blocks):
 
     def _cut_into_blocks(self) -> None:
         (shard,) = self.tokens.masks
-        mask = shard[:]
-        check_mask(mask, shard.path)
-        if not mask[0] & OPENS:
-            raise ValueError(f"{shard.path} begins in the middle of a conversation: prepare the data again")
+        mask = np.fromfile(shard.path, np.uint8)
         room = self.block_size + 1
-        starts = np.flatnonzero(mask & OPENS)
+        starts = np.flatnonzero(mask & IS_DOC_START)
         whole_lengths = np.diff(starts, append=len(mask))
         lengths = np.minimum(whole_lengths, room)
         n_before = np.append(0, np.cumsum(mask & IS_TARGET, dtype=np.int64))  # targets before each token
         targets = n_before[starts + lengths] - n_before[starts]
         has_targets = targets > 0
-        n_cut = int((whole_lengths > room)[has_targets].sum())
-        n_left_out = int((~has_targets).sum())
         if not has_targets.any():
             raise ValueError(
                 f"{self.tokens.folder}: no {self.tokens.split} conversation reaches an answer within block_size "
@@ -153,14 +148,14 @@ class Packed(Blocks):
         self.blocks = pack(self.lengths.tolist(), room)
         self.n_blocks = len(self.blocks)
         self.n_targets = np.array([targets[block].sum() for block in self.blocks])
-        self.first_mark = OPENS
+        self.doc_start = IS_DOC_START
         full = self.lengths.sum() / (self.n_blocks * room)
         learned = targets.sum() / self.lengths.sum()
-        self.packing = f"{len(order):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
-        if n_cut:
-            self.packing += f"; {n_cut:,} longer than block_size are cut"
-        if n_left_out:
-            self.packing += f"; {n_left_out:,} left out, whose answers begin beyond block_size"
+        n_cut = (whole_lengths > room).sum()
+        self.packing = (
+            f"{len(order):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full; "
+            f"{n_cut:,} longer than block_size are cut, {(~has_targets).sum():,} of them left out: no answer remains"
+        )
 
     def read(self, indices, shift=None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError for a token beyond the vocabulary."""
@@ -173,12 +168,10 @@ class Packed(Blocks):
                 start = self.starts[i]
                 stop = start + self.lengths[i]
                 ids = tokens[start:stop].astype(np.int64)
-                bits = mask[start:stop].astype(np.int64)
                 check_tokens(ids, self.meta["vocab_size"], tokens.path)
-                check_mask(bits, mask.path)
-                row[n : n + len(ids)] = ids | bits << MASK_SHIFT
+                row[n : n + len(ids)] = ids | mask[start:stop].astype(np.int64) << MASK_SHIFT
                 n += len(ids)
-            row[n : n + 1] |= OPENS << MASK_SHIFT  # padding is a document of its own
+            row[n : n + 1] |= IS_DOC_START << MASK_SHIFT  # padding is a document of its own
         return torch.from_numpy(blocks)
 
     def unpack(self, blocks):
@@ -186,7 +179,7 @@ class Packed(Blocks):
         tokens = blocks & (2**MASK_SHIFT - 1)
         mask = blocks >> MASK_SHIFT
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
-        return tokens[:, :-1], targets, mask[:, :-1] & OPENS
+        return tokens[:, :-1], targets, mask[:, :-1] & IS_DOC_START
 
     def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
         indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n_micro * batch_size)])

@@ -13,8 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from configurator import did_you_mean
-from data.files import display_path, read_json
+from data.files import read_json
 
 SPLITS = ("train", "val")
 FILES = (  # that belong to a tokenizer in Hugging Face's format
@@ -63,7 +62,6 @@ FIELDS = {
     "bos": Field(TOKEN_ID, "a token's id"),
     "eos": Field(is_list(TOKEN_ID), "a list of tokens' ids"),
     "tokenizer_files": Field(is_dict(TOKENIZER_FILE, SHA256), "tokenizer files with SHA-256"),
-    "gzip_bits_per_byte": Field(is_rate, "a number of bits"),
     "xz_bits_per_byte": Field(is_rate, "a number of bits"),
     "script": Field(is_text(r"data/\w{1,80}/prepare\.py"), "data/NAME/prepare.py"),
     "python": Field(is_text(r"[\w.+-]{1,40}"), "a version"),
@@ -73,11 +71,6 @@ for split in SPLITS:
     FIELDS[f"{split}_sha256"] = Field(SHA256, "a SHA-256")
     for unit in ("documents", "tokens", "bytes", "targets"):
         FIELDS[f"{split}_{unit}"] = Field(is_whole(0, 2**53), "a whole number")
-NEEDS = {  # a field is of use only with these
-    "train_targets": ["val_targets"],
-    "val_targets": ["train_targets"],
-    "gzip_bits_per_byte": ["xz_bits_per_byte", "val_bytes"],
-}
 
 
 def check_meta(content: Any, where: str | Path) -> dict:
@@ -91,9 +84,9 @@ def check_meta(content: Any, where: str | Path) -> dict:
     for name, value in meta.items():
         if not FIELDS[name].is_valid(value):
             raise ValueError(f"{where} has {name} {reprlib.repr(value):.60}, expected {FIELDS[name].expected}")
-        for other in NEEDS.get(name, ()):
-            if not meta.get(other):
-                raise ValueError(f"{where} has {name}, but no {other}")
+    for name, needed in (("train_targets", "val_targets"), ("xz_bits_per_byte", "val_bytes")):
+        if name in meta and not meta.get(needed):
+            raise ValueError(f"{where} has {name}, but no {needed}")
     largest = max(meta["end_of_text"], meta.get("bos", 0), *meta.get("eos", []))
     if largest >= meta["vocab_size"]:
         raise ValueError(f"{where} has the special token {largest}, but vocab_size is {meta['vocab_size']}")
@@ -111,27 +104,17 @@ def check_meta(content: Any, where: str | Path) -> dict:
 
 def read_meta(folder: str | Path) -> dict:
     """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
-    folder = Path(folder)
-    path = folder / "meta.json"
-    if folder.is_file():
-        raise FileNotFoundError(f"{folder} is a file, but a dataset is a folder: make it with data/text/prepare.py")
-    if not folder.is_dir():
-        datasets = {file.parent.name: file.parent.name for file in folder.parent.glob("*/prepare.py")}
-        hint = did_you_mean(folder.name, datasets)
-        raise FileNotFoundError(f"{folder} does not exist{hint + ' Else' if hint else ':'} {how_to_prepare(folder)}")
+    path = Path(folder) / "meta.json"
     if not path.exists():
-        raise FileNotFoundError(f"{folder} has no meta.json, so it is not a finished dataset: {how_to_prepare(folder)}")
+        raise FileNotFoundError(f"{folder} is not a finished dataset, it has no meta.json: {how_to_prepare(folder)}")
     try:
         return check_meta(read_json(path, META_BYTES), path)
     except ValueError as error:
         raise ValueError(f"{error}: {how_to_prepare(folder)}") from error
 
 
-def how_to_prepare(folder: str | Path, meta: dict | None = None) -> str:
+def how_to_prepare(folder: str | Path) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
-        options = {"text": " --input YOUR_TEXT", "chat": " --input YOUR.jsonl --tokenizer FOLDER"}
-        return f"run python {quote(display_path(script))}{options.get(Path(folder).name, '')}"
-    if meta and "script" in meta:
-        return f"run python {meta['script']} --out {quote(str(folder))}, other options as before"
-    return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {quote(str(folder))}"
+        return f"run python {quote(str(script))} (--help lists its options)"
+    return f"run a prepare.py, such as python data/text/prepare.py --input YOUR_TEXT --out {quote(str(folder))}"

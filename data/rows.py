@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from data.files import Unreadable, refuse_lfs_pointer, say
+from data.files import Unreadable, refuse_lfs_pointer
 
 BUFFER = 2**16
 # Ten times War and Peace. A row of JSON takes up to 30 times its bytes once it is parsed, and so do the ids of a text.
@@ -47,7 +47,7 @@ class Bad:
 
     def report(self) -> None:
         if self.n:
-            say(f"left out by --errors skip: {self.n:,}, the first: {self.first}")
+            print(f"left out by --errors skip: {self.n:,}, the first: {self.first}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ class Decompressed(io.RawIOBase):
         self.file = file
         self.new_decompressor = DECOMPRESSORS[path.suffix.lower()]  # it reads one frame
         self.decompressor = self.new_decompressor()
+        self.next_frame = b""  # its first bytes, read with the end of the frame before it
         self.content = memoryview(b"")  # decompressed, but not yet read
 
     def readable(self) -> bool:
@@ -87,41 +88,32 @@ class Decompressed(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self.content:
-            compressed = self._next_frame() if self.decompressor.eof else self.file.read(PIECE)
-            if not compressed and self.decompressor.eof:
-                return 0
+            compressed = self.next_frame or self.file.read(PIECE)
             if not compressed:
+                if self.decompressor.eof:
+                    return 0
                 raise Unreadable(f"{self.path} is cut off")
+            if self.decompressor.eof:
+                compressed = compressed.lstrip(b"\0")  # zeros between frames and at the end are padding
+                self.next_frame = b""
+                if not compressed:
+                    continue
+                self.decompressor = self.new_decompressor()
             try:
                 self.content = memoryview(self.decompressor.decompress(compressed))
             except Exception as error:  # each library has its own
                 raise Unreadable(f"{self.path} is damaged, or needs too much memory: {error}") from error
+            self.next_frame = self.decompressor.unused_data
         n = min(len(buffer), len(self.content))
         buffer[:n] = self.content[:n]
         self.content = self.content[n:]
         return n
 
-    def _next_frame(self) -> bytes:
-        """The first bytes of the next frame; b"" at the end of the file. Zeros between frames and at the end are
-        padding.
-        """
-        compressed = self.decompressor.unused_data.lstrip(b"\0")
-        while not compressed:
-            piece = self.file.read(PIECE)
-            if not piece:
-                return b""
-            compressed = piece.lstrip(b"\0")
-        self.decompressor = self.new_decompressor()
-        return compressed
-
 
 def open_input(path: Path) -> io.BufferedReader:
     """Open a file or pipe, decompressing it if its name says so. Reading it raises Unreadable if it is damaged."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115
-        refuse_lfs_pointer(file.peek(), path)
-    except OSError as error:
-        raise OSError(f"{path} cannot be read: {error.strerror}") from error
+    file = open(path, "rb")  # noqa: SIM115
+    refuse_lfs_pointer(file.peek(), path)
     if path.suffix.lower() in DECOMPRESSORS:
         return io.BufferedReader(Decompressed(path, file), BUFFER)
     return file
@@ -133,16 +125,12 @@ def open_input(path: Path) -> io.BufferedReader:
 
 def format_of(path: Path) -> str:
     """A file's format by its name: "jsonl", "json" or "text". ValueError for a pipe, whose name does not tell it."""
+    if path.is_relative_to("/dev"):
+        raise ValueError(f"{path} is a pipe, whose name does not tell its format: state it with --format")
     name = path.name.lower()
     for suffix in DECOMPRESSORS:
         name = name.removesuffix(suffix)
-    format = FORMATS.get(Path(name).suffix)
-    is_pipe = path.exists() and not path.is_file()
-    if format is None and (is_pipe or path.is_relative_to("/dev")):  # standard input may be a file of any name
-        raise ValueError(
-            f"{path} is a pipe, whose name does not tell its format: state it with --format, or use a file"
-        )
-    return format or "text"
+    return FORMATS.get(Path(name).suffix, "text")
 
 
 def whole_text(path: Path) -> str:
@@ -195,40 +183,36 @@ def read_array(text: TextIO, path: Path, bad: Bad) -> Iterator[tuple[str, Any]]:
     """Yield each element of an array, or each of several objects one after another. What follows a broken one is left
     out: it may be a part of it. A comma too many is no error.
     """
-    buffer = text.read(BUFFER).lstrip()
+    buffer = text.read(ROW_BYTES).lstrip()
     is_array = buffer.startswith("[")
     position = int(is_array)
     number = 0
     while True:
-        where = f"{path}[{number}]"
         position = COMMA.match(buffer, position).end()
-        if is_array and buffer.startswith("]", position):
+        if len(buffer) - position < ROW_BYTES and (more := text.read(ROW_BYTES)):
+            buffer = buffer[position:] + more
+            position = 0
+            continue
+        if position == len(buffer) and not is_array:
+            return
+        if buffer.startswith("]", position) and is_array:
             break
+        where = f"{path}[{number}]"
         try:
             value, position = DECODER.raw_decode(buffer, position)
-        except (ValueError, RecursionError):  # broken, or its end has not been read yet
-            buffer = buffer[position:]
-            position = 0
-            if len(buffer) > ROW_BYTES:
-                bad(f"{where} is not JSON, or has more than {ROW_BYTES:,} characters")
-                return
-            more = text.read(max(len(buffer), BUFFER))  # twice as much: raw_decode begins anew
-            if not more and (buffer or is_array):
-                bad(f"{where} is not JSON, or ends early")
-            if not more:
-                return
-            buffer += more
-        else:
-            yield where, value
-            number += 1
-    if buffer[position + 1 :].strip() or text.read(BUFFER).strip():
+        except (ValueError, RecursionError):
+            bad(f"{where} is not JSON, ends early, or has more than {ROW_BYTES:,} characters")
+            return
+        yield where, value
+        number += 1
+    if buffer[position + 1 :].strip():
         bad(f"{path} goes on after the end of its array")
 
 
 def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
     """The text of a row, or None if the row is left out."""
     if not isinstance(row, dict):
-        bad(f"{where} is not an object with the field {field!r}, but of type {type(row).__name__}")
+        bad(f"{where} is of type {type(row).__name__}, expected an object with the field {field!r}")
     elif field not in row:
         names = ", ".join(map(repr, row))
         bad(f"{where} has no field {field!r} but {names:.200}: set --field, or --format text for files of other JSON")

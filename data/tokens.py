@@ -4,7 +4,7 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 if the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    train.mask, val.mask   for conversations: a byte per token with the bits IS_TARGET and OPENS
+    train.mask, val.mask   for conversations: a byte per token with the bits IS_TARGET and IS_DOC_START
     meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
                          documents, tokens, UTF-8 bytes and SHA-256 of each split, tokens of each file; data/meta.py
     tokenizer.json, ...  the tokenizer's files, if its name is not enough; meta.json has their SHA-256
@@ -25,11 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import refuse_lfs_pointer
 from data.meta import how_to_prepare, read_meta
 
 IS_TARGET = 1  # mask bit: the token is a target
-OPENS = 2  # mask bit: the token starts a conversation
+IS_DOC_START = 2  # mask bit: the token starts a conversation
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -37,14 +36,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def allow_open_files(n: int) -> None:
-    """Raise the limit of open files, often 1,024, by n: each shard stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + n, hard), hard))
-
-
 class Shard:
-    """The numbers in a file: shard[start:stop] reads them. ValueError if the file has been changed or cut meanwhile.
+    """The numbers in a file: shard[start:stop] reads them. ValueError if the file has been cut meanwhile.
 
     Not a memory map: where another program has cut a mapped file, reading ends the process by SIGBUS, without a word.
     A block takes 5 microseconds longer so.
@@ -55,39 +48,17 @@ class Shard:
         self.n_numbers = n_numbers
         self.dtype = dtype
         self.file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self.version = self._version()
-
-    def __del__(self):
-        if hasattr(self, "file"):
-            self.file.close()
 
     def __len__(self) -> int:
         return self.n_numbers
 
-    def _version(self) -> tuple[int, int]:
-        status = os.fstat(self.file.fileno())
-        return status.st_size, status.st_mtime_ns
-
     def __getitem__(self, where: slice) -> np.ndarray:
         start, stop, _ = where.indices(self.n_numbers)
-        numbers = np.empty(max(stop - start, 0), self.dtype)
-        content = memoryview(numbers.view(np.uint8))
-        position = start * self.dtype.itemsize
-        while content:
-            n_read = self._read_into(content, position)
-            if n_read == 0:
-                break
-            content = content[n_read:]
-            position += n_read
-        if content or self._version() != self.version:
-            raise ValueError(f"{self.path} has been changed or cut since it was opened: prepare the data again")
-        return numbers
-
-    def _read_into(self, buffer: memoryview, position: int) -> int:
-        try:
-            return os.preadv(self.file.fileno(), [buffer], position)
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be read: {error.strerror}") from error
+        n_bytes = max(stop - start, 0) * self.dtype.itemsize
+        content = os.pread(self.file.fileno(), n_bytes, start * self.dtype.itemsize)
+        if len(content) < n_bytes:
+            raise ValueError(f"{self.path} has been cut since it was opened: prepare the data again")
+        return np.frombuffer(content, self.dtype)
 
 
 class Tokens:
@@ -109,7 +80,8 @@ class Tokens:
         n_tokens = self.meta["files"][split]  # {file name: tokens}
         self.paths = [self.folder / name for name in n_tokens]
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
-        allow_open_files(len(self.paths))
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each shard stays open
         self.shards = [self._open(path, n_tokens[path.name], dtype) for path in self.paths]
         self.masks = []  # one per shard, if the dataset holds conversations
         if f"{split}_targets" in self.meta:
@@ -119,18 +91,12 @@ class Tokens:
 
     def _open(self, path: Path, n_tokens: int, dtype: np.dtype) -> Shard:
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder, self.meta)}"
-            )
-        with open(path, "rb") as file:
-            refuse_lfs_pointer(file.read(100), path)
+            raise FileNotFoundError(f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder)}")
         n_bytes = path.stat().st_size
         expected = n_tokens * dtype.itemsize
         if n_bytes != expected:
-            raise ValueError(
-                f"{path} has {n_bytes:,} bytes, but meta.json says {n_tokens:,} {dtype.name} tokens, which are "
-                f"{expected:,} bytes: {how_to_prepare(self.folder, self.meta)}"
-            )
+            needed = f"the {n_tokens:,} {dtype.name} tokens of meta.json need {expected:,}"
+            raise ValueError(f"{path} has {n_bytes:,} bytes, but {needed}: {how_to_prepare(self.folder)}")
         return Shard(path, n_tokens, dtype)
 
     def __len__(self) -> int:
@@ -146,12 +112,10 @@ class Tokens:
         """
         n_blocks = sum(self._blocks_per_shard(block_size, shifted))
         if n_blocks == 0:
-            where = f" in the longest of its {len(self.shards)} shards" if len(self.shards) > 1 else ""
             needed = 2 * block_size if shifted else block_size + 1
-            more = ", or prepare it with a larger --val_fraction" if self.split == "val" else ""
             raise ValueError(
-                f"{self.folder} has {max(map(len, self.shards)):,} {self.split} tokens{where}, fewer than the "
-                f"{needed:,} that block_size {block_size:,} needs here: use more text or a smaller block_size{more}"
+                f"{self.folder} has {max(map(len, self.shards)):,} {self.split} tokens in a file, fewer than the "
+                f"{needed:,} that block_size {block_size:,} needs: use more text or a smaller block_size"
             )
         return n_blocks
 
@@ -177,9 +141,3 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     """Raises ValueError for a token beyond the vocabulary."""
     if tokens.max() >= vocab_size:
         raise ValueError(f"{path} holds token {tokens.max()}, but vocab_size is {vocab_size}: prepare the data again")
-
-
-def check_mask(mask: np.ndarray, path: Path) -> None:
-    """Raises ValueError for bits without a meaning."""
-    if mask.max() > IS_TARGET | OPENS:
-        raise ValueError(f"{path} holds {mask.max()}, expected 0 to {IS_TARGET | OPENS}: prepare the data again")

@@ -8,7 +8,6 @@ Files are written under a temporary name, flushed and renamed, meta.json last. T
         write_dataset(Path("data/mine"), documents, get_tokenizer("bytes"), workers=8)
 """
 
-import gzip
 import hashlib
 import lzma
 from collections import Counter
@@ -17,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
-from data.encode import Document, Encode, encode_documents
+from data.encode import Document, Encode, encode_documents, encode_text
 from data.files import atomic_write, lock, open_to_write, write_json
 from data.meta import SPLITS, check_meta
 from data.tokenizer import Tokenizer
 from data.tokens import token_dtype
 
 FIRST_CHARS = 10**6  # of the documents among which both splits get one
-COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
+XZ_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -38,12 +37,14 @@ def hash_of(text: str) -> int:
 
 def split_of(key: str, val_fraction: float) -> str:
     """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}, expected a share above 0 and below 1")
     return "val" if hash_of(key) < val_fraction * 2**64 else "train"
 
 
 def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
     """Split by hash. Of the first texts the one with the smallest hash validates, and the one with the largest trains,
-    so that neither split is empty. If the first text is huge, it trains. ValueError for copies of a single text.
+    so that neither split is empty.
     """
     texts = iter(texts)
     first = []
@@ -51,35 +52,18 @@ def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]
     for text in texts:
         first.append(text)
         n_chars += len(text)
-        if n_chars >= FIRST_CHARS and text != first[0]:
+        if n_chars >= FIRST_CHARS and len(first) > 1:
             break
-    if first and all(text == first[0] for text in first):
-        raise ValueError("only one distinct document, but training and validation need one each: give more text")
-    largest = max(first, key=hash_of, default=None)
-    if first and len(first[0]) >= FIRST_CHARS:
-        largest = first[0]
-    smallest = min((text for text in first if text != largest), key=hash_of, default=None)
+    splits = {}
+    if first:
+        splits[min(first, key=hash_of)] = "val"
+        splits[max(first, key=hash_of)] = "train"
     for text in chain(first, texts):
-        if text == largest:
-            yield "train", text
-        elif text == smallest:
-            yield "val", text
-        else:
-            yield split_of(text, val_fraction), text
+        yield splits.get(text) or split_of(text, val_fraction), text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The folder
-
-
-def open_lock(path: Path):
-    """Open a lock file, and make its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open_to_write(path, "a")  # NFS cannot lock a file opened for reading only
-    except OSError as error:
-        advice = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
-        raise OSError(f"{path.parent} cannot be written ({error.strerror}): {advice}") from error
 
 
 @contextmanager
@@ -87,7 +71,8 @@ def write_lock(folder: Path):
     """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a model, and a dataset would replace its tokenizer: name another --out")
-    with open_lock(folder / ".lock") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_to_write(folder / ".lock", "a") as file:  # NFS cannot lock a file opened for reading only
         try:
             lock(file)
         except BlockingIOError:
@@ -104,15 +89,23 @@ def write_dataset(
     **options,  # for write_tokens
 ) -> dict:
     """Write a dataset of one train.bin and one val.bin; return its meta.json, which includes `extra`, FIELDS of
-    data/meta.py.
+    data/meta.py. If the validation text is short enough, it includes the bits per byte that xz -9 needs for it.
     """
     val_text = bytearray()
-    if not options.get("encode"):
-        documents = keep_val_text(documents, val_text)
     with write_lock(folder):
-        counts = write_tokens(folder, documents, tokenizer, **options)
-        extra = (extra or {}) | compressed_bits_per_byte(val_text)
+        counts = write_tokens(folder, keep_val_text(documents, val_text), tokenizer, **options)
+        extra = extra or {}
+        if 0 < len(val_text) <= XZ_BYTES and "encode" not in options:  # of conversations not every byte is learned
+            extra = extra | {"xz_bits_per_byte": 8 * len(lzma.compress(val_text, preset=9)) / len(val_text)}
         return write_meta(folder, tokenizer, {"": counts}, **extra)
+
+
+def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterator[Document]:
+    """Yield the documents; append validation text to val_text until it is too long to compress."""
+    for split, text in documents:
+        if split == "val" and len(val_text) <= XZ_BYTES:
+            val_text += text.encode("utf-8", "replace")
+        yield split, text
 
 
 def write_tokens(
@@ -122,20 +115,18 @@ def write_tokens(
     shard: str = "",
     workers: int = 1,
     progress: Callable[[dict], None] | None = None,
-    encode: Encode | None = None,
+    encode: Encode = encode_text,
 ) -> dict:
     """Tokenize documents into train{shard}.bin and val{shard}.bin. Return {split: counts}: documents, tokens, bytes and
     the SHA-256 of what was written.
 
-    encode: used instead of encode_text; its masks go to train{shard}.mask and val{shard}.mask, and the counts include
-    targets.
-
+    encode: of conversations: its masks go to train{shard}.mask and val{shard}.mask, and the counts include targets.
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
     """
     counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
-    suffixes = (".bin", ".mask") if encode else (".bin",)
+    suffixes = (".bin",) if encode is encode_text else (".bin", ".mask")
     with ExitStack() as stack:
         files = {
             (split, suffix): stack.enter_context(atomic_write(folder / f"{split}{shard}{suffix}"))
@@ -159,13 +150,10 @@ def write_tokens(
 
 def require_both_splits(counts: dict) -> None:
     n_train, n_val = (counts[split]["documents"] for split in SPLITS)
-    if n_train + n_val == 0:
-        raise ValueError("no documents: the input holds no text")
     if n_train == 0 or n_val == 0:
-        change = "lower" if n_train == 0 else "raise"
         raise ValueError(
             f"{n_train:,} training and {n_val:,} validation documents: both need at least one. "
-            f"Give more text (copies count once), or {change} --val_fraction"
+            "Give more text (copies count once), or change --val_fraction"
         )
 
 
@@ -184,13 +172,11 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         meta["bos"] = tokenizer.bos
     if tokenizer.files:
         meta["tokenizer_files"] = {name: sha256(content) for name, content in tokenizer.files.items()}
-    totals = {split: Counter() for split in SPLITS}
     for split in SPLITS:
+        total = Counter()
         for counts in shards.values():
-            totals[split].update({name: n for name, n in counts[split].items() if name != "sha256"})
-        meta |= {f"{split}_{name}": n for name, n in totals[split].items()}
-    require_both_splits(totals)
-    for split in SPLITS:
+            total.update({name: n for name, n in counts[split].items() if name != "sha256"})
+        meta |= {f"{split}_{name}": n for name, n in total.items()}
         digests = [counts[split]["sha256"] for counts in shards.values()]
         # of several files: a digest of their digests
         meta[f"{split}_sha256"] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
@@ -204,21 +190,3 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterator[Document]:
-    """Yield the documents; append validation text to val_text until it is too long to compress."""
-    for split, text in documents:
-        if split == "val" and len(val_text) <= COMPRESSED_BYTES:
-            val_text += text.encode("utf-8", "replace")
-        yield split, text
-
-
-def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
-    """Bits per byte of a text after gzip -9 and xz -9, unless it is empty or too long. A model should need fewer."""
-    if not 0 < len(text) <= COMPRESSED_BYTES:
-        return {}
-    return {
-        "gzip_bits_per_byte": 8 * len(gzip.compress(text, 9)) / len(text),
-        "xz_bits_per_byte": 8 * len(lzma.compress(text, preset=9)) / len(text),
-    }

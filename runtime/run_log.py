@@ -301,12 +301,11 @@ class RunLog:
             "mfu": self.mfu(tok_per_s),
         }
         meta = val_tokens.meta
-        if "gzip_bits_per_byte" in meta and n_evaluated > 0.99 * len(val_tokens):  # of the bytes that gzip and xz read
+        if "xz_bits_per_byte" in meta and n_evaluated > 0.99 * len(val_tokens):  # of the bytes that xz read
             result["bits_per_byte"] = val_loss / math.log(2) * len(val_tokens) / meta["val_bytes"]
-            result |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
+            result["xz_bits_per_byte"] = meta["xz_bits_per_byte"]
             print0(
-                f"validation: {result['bits_per_byte']:.3f} bits per byte; gzip -9 needs "
-                f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
+                f"validation: {result['bits_per_byte']:.3f} bits per byte; xz -9 needs {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
         write_json(self.out_dir / "summary.json", result)

@@ -21,7 +21,7 @@ from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, broken, encode_answers, encode_prompt, render, render_answers
 from data.tokenizer import get_tokenizer, tokenizer_of
-from data.tokens import IS_TARGET, OPENS, Tokens
+from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.vocabulary import Tiktoken
 from model import LlamaConfig
 from runtime.resume import hf_files
@@ -80,7 +80,7 @@ def targets_of(folder, split="train"):
     tokens = Tokens(folder, split)
     ids = tokens.shards[0][:]
     mask = tokens.masks[0][:]
-    bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
+    bounds = [*(mask & IS_DOC_START).nonzero()[0], len(ids)]
     spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
     return [tokenizer_of(folder).decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import hashlib
-import http.client
 import io
 import json
 import os
@@ -25,7 +24,7 @@ from data.tokenizer import tokenizer_of
 from data.tokens import Tokens
 from data.write import split_of, split_texts, write_lock
 from tests.datasets import contents, documents_of, texts_of
-from tests.runs import ROOT, start
+from tests.runs import ROOT
 from tests.test_tokenizer import write_llama3_model
 
 
@@ -72,21 +71,17 @@ def test_pystdlib_script_runs_from_any_folder(tmp_path):
     command = [sys.executable, ROOT / "data/pystdlib/prepare.py", "--out", "here"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "gzip -9" in run.stdout
+    assert "xz -9" in run.stdout
     meta = Tokens(tmp_path / "here", "val").meta
     assert meta["train_bytes"] > 5e6, f"{meta['train_bytes']:,} bytes of training text: where is the standard library?"
     assert 2e5 < meta["val_bytes"] < 2e6
-    assert 1.5 < meta["xz_bits_per_byte"] < meta["gzip_bits_per_byte"] < 2.5
+    assert 1.5 < meta["xz_bits_per_byte"] < 2
 
 
 def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nothing listens on the discard port
     place = tmp_path / "input.txt"
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
-        shakespeare_char.prepare(tmp_path)
-    cut_off = mock.MagicMock(side_effect=http.client.IncompleteRead(b"To be"))
-    monkeypatch.setattr(shakespeare_char.urllib.request, "urlopen", cut_off)
-    with pytest.raises(OSError, match=r"could not download .* \(IncompleteRead\(5 bytes read\)\): fetch it"):
         shakespeare_char.prepare(tmp_path)
     assert not place.exists()
     place.write_text("To be, or not to be. " * 100)
@@ -109,19 +104,8 @@ def test_copies_share_a_split_which_their_hash_decides_and_both_splits_get_some(
     assert all(sides[text] == side for side, text in documents)
     assert {"train", "val"} == set(sides.values())
     assert sum(side != split_of(text, val_fraction) for text, side in sides.items()) <= 1
-    for few in (["a", "b"], ["a", "a", "b"]):
+    for few in (["a", "b"], ["a", "a", "b"], [letter * 11 * 10**5 for letter in "abcdef"]):
         assert {side for side, _ in split_texts(few, val_fraction)} == {"train", "val"}
-    with pytest.raises(ValueError, match="only one distinct document"):
-        list(split_texts(["a", "a"], val_fraction))
-
-
-def test_the_first_document_trains_if_it_is_huge():
-    assert next(split_texts(["huge " * 10**6, "small"], 1e-9))[0] == "train"
-
-
-def test_books_give_both_splits_a_document():
-    books = [letter * 11 * 10**5 for letter in "abcdef"]
-    assert {side for side, _ in split_texts(books, 1e-9)} == {"train", "val"}
 
 
 @pytest.mark.parametrize("n_bytes", [3_000, 20_000, 100_000, 600_000])
@@ -154,44 +138,24 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--out", ""], "it is empty: name a file or folder"), (["--input", ""], "it is empty: name a file or folder"),
-    (["--val_fraction=10"], "expected a share above 0 and"), (["--workers=two"], "invalid int value: 'two'"),
-    (["--input", "nowhere"], "error: nowhere cannot be read: No such file or directory"),
-    (["--input", "empty.txt"], "error: no documents: the input holds no text"),
-    ([], "error: only one distinct document"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
+    (["--val_fraction=10", "--input", ROOT / "config"], "val_fraction is 10.0, expected a share above 0 and below 1"),
+    (["--workers=two"], "invalid int value: 'two'"),
+    (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
+    (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
+    ([], "error: 2 training and 0 validation documents"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
 ])  # fmt: skip
 def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "empty.txt"):
         (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
-    argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *words]
+    argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *map(str, words)]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as stopped:
         run_script(text.main)
     assert message in f"{stopped.value.code}{capsys.readouterr().err}"
 
 
-def test_unprintable_messages_do_not_stop_preparation(tmp_path, monkeypatch):
-    write_eight_notes(tmp_path / "é")
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open("/dev/full", "w") as full, open(writing, "w") as closed:
-        for name, stdout in (("full", full), ("closed", closed)):
-            words = ["--input", tmp_path / "é", "--out", tmp_path / name, "--workers=1"]
-            process = start(words, "data/text/prepare.py", stdout=stdout)
-            assert process.communicate() == ("", "") and process.returncode == 0
-            assert (tmp_path / name / "meta.json").exists()
-    in_ascii = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", in_ascii)
-    text.prepare([tmp_path / "é"], tmp_path / "ascii-é")
-    assert b"ascii-\\xe9: tokenizer bytes" in in_ascii.detach().getvalue()
-
-
-def test_an_unwritable_folder_gets_a_message_with_a_fix(tmp_path, stdlib):
-    (tmp_path / "file").touch()  # like a read-only clone, even for root
-    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (pystdlib.prepare_once,)):
-        with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
-            prepare(tmp_path / "file/data", *more)
+def test_a_dataset_never_replaces_a_models_tokenizer(tmp_path, stdlib):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a model, and a dataset would replace its tokenizer"):
         pystdlib.prepare(tmp_path, stdlib)
@@ -234,11 +198,6 @@ def test_fineweb_writes_one_shard_per_file_and_blocks_span_all_shards(parquets, 
     blocks = tokens.read(range(sum(per_shard)), 100)
     assert (blocks[per_shard[0]] == tokens.shards[1][:101]).all()
     assert (blocks[-1] == tokens.shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
-    longest = max(map(len, tokens.shards))
-    half = len(tokens) // 2
-    message = f"has {longest:,} train tokens in the longest of its 3 shards, fewer than the {half + 1:,} that"
-    with pytest.raises(ValueError, match=message):
-        tokens.blocks(half)
 
 
 @pytest.fixture
@@ -246,28 +205,20 @@ def files_read(monkeypatch):
     """The names of the parquet files that were read."""
     read = fineweb_edu.read_documents
     names = []
-    counted = lambda parquet, path, *args: names.append(path.name) or read(parquet, path, *args)  # noqa: E731
+    counted = lambda path, *args: names.append(path.name) or read(path, *args)  # noqa: E731
     monkeypatch.setattr(fineweb_edu, "read_documents", counted)
     return names
 
 
-def test_fineweb_comes_from_the_hub_or_says_how_to_go_without(parquets, tmp_path, monkeypatch):
-    def fetch(repo, name, repo_type):
-        return parquets / Path(name).name
-
+def test_fineweb_from_the_hub_is_that_of_the_same_files_on_disk(parquets, tmp_path, monkeypatch):
     names = [f"sample/10BT/{path.name}" for path in parquets.iterdir()] + ["sample/100BT/000.parquet", "README.md"]
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, repo_type: names)
+    fetch = lambda repo, name, repo_type: parquets / Path(name).name  # noqa: E731
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     meta = fineweb_edu.prepare(folder=tmp_path / "out", max_files=2, **OPTIONS)
-    local = fineweb_edu.prepare(parquets, tmp_path / "local", max_files=2, **OPTIONS)
-    assert meta == local
-    with pytest.raises(ValueError, match="has no sample 1T; it has 100BT, 10BT"):
+    assert meta == fineweb_edu.prepare(parquets, tmp_path / "local", max_files=2, **OPTIONS)
+    with pytest.raises(FileNotFoundError, match="sample/1T holds no .parquet files"):
         fineweb_edu.prepare(folder=tmp_path / "out", sample="1T", **OPTIONS)
-    said = r"huggingface.co/datasets/HuggingFaceFW/fineweb-edu could not be read \(offline\)\. Without a network: fetch"
-    for function, sample in (("hf_hub_download", "100BT"), ("list_repo_files", "10BT")):
-        monkeypatch.setattr(f"huggingface_hub.{function}", mock.Mock(side_effect=RuntimeError("offline")))
-        with pytest.raises(OSError, match=said):
-            fineweb_edu.prepare(folder=tmp_path / "out", sample=sample, **OPTIONS)
 
 
 def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, files_read):
@@ -277,7 +228,6 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
         (lambda: None, []),
         (lambda: os.truncate(out / "val_000001.bin", 2), ["001.parquet"]),
         (lambda: os.truncate(out / "shard_000001.json", 30), ["001.parquet"]),
-        (lambda: (out / "shard_000001.json").write_text('{"source": 1, "counts": [1]}'), ["001.parquet"]),
         (lambda: os.utime(parquets / "001.parquet", (0, 0)), ["001.parquet"]),
     ):
         damage()
@@ -290,7 +240,7 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
 
 def test_a_full_disk_gets_a_message_that_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(SystemExit, match=r"^error: /.*/out/\w+\.bin: No space left on device$"):
+    with pytest.raises(SystemExit, match=r"^error: .*No space left on device: '/.*/out/\w+\.bin'$"):
         run_script(lambda: text.prepare([ROOT / "README.md"], tmp_path / "out"))
     assert not list((tmp_path / "out").glob("*.bin*"))
 
@@ -300,8 +250,8 @@ def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_p
     fineweb_edu.prepare(parquets, tmp_path / "whole", **OPTIONS)
     counted = fineweb_edu.read_documents
 
-    def interrupted(parquet, path, *args):
-        for i, document in enumerate(counted(parquet, path, *args)):
+    def interrupted(path, *args):
+        for i, document in enumerate(counted(path, *args)):
             if path.name == "001.parquet" and i == 200:
                 raise KeyboardInterrupt
             yield document
@@ -333,9 +283,9 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
     (parquets / "001.parquet").write_bytes(content[:1000] + bytes(2000) + content[3000:])  # the footer is whole
     (tmp_path / "empty").mkdir()
     for source, options, error, message in (
-        (parquets / "002.parquet", dict(field="body"), ValueError, "has no column 'body' but id, text: set --field"),
-        (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read as parquet"),
-        (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read as parquet"),
+        (parquets / "002.parquet", dict(field="body"), ValueError, "no column 'body' but id, text: set --field"),
+        (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read"),
+        (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read"),
         (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
     ):
         with pytest.raises(error, match=message):
@@ -367,29 +317,6 @@ def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files
     assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]
 
 
-def varint(n):
-    """A number in the footer of a parquet file."""
-    n *= 2
-    digits = []
-    while n >= 128:
-        digits.append(n % 128 + 128)
-        n //= 128
-    return bytes([*digits, n])
-
-
-def lie_about_sizes(path):
-    """Change the footer: it says that the row group grows to one byte."""
-    content = path.read_bytes()
-    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    footer = content[start:]
-    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(0)
-    for n_bytes in {group.total_byte_size, group.column(0).total_uncompressed_size}:
-        number = varint(n_bytes)
-        footer = footer.replace(number, b"\x82" + b"\x80" * (len(number) - 2) + b"\0")
-    path.write_bytes(content[:start] + footer)
-    assert pyarrow.parquet.ParquetFile(path).metadata.row_group(0).total_byte_size == 1
-
-
 SMALL_MEMORY = """
 import re, sys
 from pathlib import Path
@@ -403,13 +330,12 @@ print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[
 """
 
 
-def test_a_small_parquet_file_takes_bounded_memory_whatever_its_footer_says(tmp_path):
+def test_a_small_parquet_file_takes_bounded_memory(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 2**28]}), tmp_path / "a.parquet", compression="zstd")
-    lie_about_sizes(tmp_path / "a.parquet")
     command = [sys.executable, "-c", SMALL_MEMORY, tmp_path / "a.parquet", tmp_path / "out"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     message, peak = done.stdout.splitlines()
-    assert "a.parquet cannot be read as parquet, within 64 MiB: malloc of size 268" in message
+    assert "a.parquet cannot be read within 64 MiB: malloc of size 268" in message
     assert int(peak) < 250, "MiB"
 
 
@@ -431,21 +357,20 @@ def test_only_reading_parquet_is_limited_in_memory(parquets, tmp_path, monkeypat
     assert set(limits) == {resource.getrlimit(resource.RLIMIT_DATA)}
 
 
-@pytest.mark.parametrize("kind", [pyarrow.int64(), pyarrow.timestamp("us")])
-def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(tmp_path, kind):
-    values = pyarrow.array([0, 2**62]).cast(kind)  # a date beyond Python's
-    path = write_parquet(tmp_path / "a.parquet", other=values, text=["a", "b"])
-    with pytest.raises(ValueError, match=r"a\.parquet has 'other' of type .*, expected strings: set --field"):
-        fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS | {"field": "other", "val_fraction": 0.5})
-    fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS | {"val_fraction": 0.5})
+def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", other=[0, 2**62], text=["a", "b"])
+    options = OPTIONS | {"val_fraction": 0.5}
+    with pytest.raises(ValueError, match=r"a\.parquet row 1 has 'other' of type int, expected a string"):
+        fineweb_edu.prepare(path, tmp_path / "out", **options, field="other")
+    fineweb_edu.prepare(path, tmp_path / "out", **options)
     assert texts_of(tmp_path / "out") == ["a", "b"]
 
 
 def test_fineweb_refuses_a_row_over_the_limit_or_leaves_it_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fineweb_edu, "ROW_BYTES", 1000)
-    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["é" * 501])
+    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["é" * 1001])
     options = dict(tokenizer="bytes", val_fraction=0.2)
-    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 bytes"):
+    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 characters"):
         fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", **options)
     fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", errors="skip", **options)
     assert "left out by --errors skip: 1" in capsys.readouterr().out

@@ -63,14 +63,13 @@ def test_a_files_name_tells_its_format_and_compression(name, read):
     assert read({name: FORMS[name]}) == sorted(TEXTS)
 
 
-@pytest.mark.parametrize("n_first", [1, 3, 30])
 @pytest.mark.parametrize("name, format", [("a.jsonl", "jsonl"), ("array.json", "json"), ("lines.json", "json")])
-def test_a_slow_pipe_is_read_as_a_file_is(tmp_path, name, format, n_first):
+def test_a_slow_pipe_is_read_as_a_file_is(tmp_path, name, format):
     reading, writing = os.pipe()
 
     def write():
         with os.fdopen(writing, "wb", buffering=0) as pipe:
-            for part in (FORMS[name][:n_first], FORMS[name][n_first:]):
+            for part in (FORMS[name][:3], FORMS[name][3:]):
                 pipe.write(part)
                 time.sleep(0.05)
 
@@ -118,7 +117,7 @@ def test_json_is_text_if_that_is_stated(read):
 
 
 BROKEN = {
-    "null": "is not an object with the field 'text', but of type NoneType",
+    "null": "is of type NoneType, expected an object with the field 'text'",
     "{broken": "is not JSON: Expecting property name enclosed in double quotes",
     "[" * 100_000: "is not JSON: .* a JSON array",
     "9" * 5000: "is not JSON: ",
@@ -169,9 +168,9 @@ VALUES = [{"text": 'a]}"\\', "n": -1.5e-7, "x": [[], {}, None, True]}, {}, {"é\
 
 
 @pytest.mark.parametrize("indent", [None, 3])
-@pytest.mark.parametrize("buffer", [1, 2, 5, 64])
-def test_an_array_is_read_element_by_element_as_json_reads_it_whole(monkeypatch, indent, buffer):
-    monkeypatch.setattr(rows, "BUFFER", buffer)
+@pytest.mark.parametrize("row_bytes", [80, 100, 2**25])
+def test_an_array_is_read_element_by_element_as_json_reads_it_whole(monkeypatch, indent, row_bytes):
+    monkeypatch.setattr(rows, "ROW_BYTES", row_bytes + 200 * bool(indent))
     content = json.dumps(VALUES * 3, indent=indent, ensure_ascii=False) + " \n"
     found = list(read_array(io.StringIO(content), Path("a.json"), Bad()))
     assert found == [(f"a.json[{i}]", value) for i, value in enumerate(json.loads(content))]
@@ -182,9 +181,9 @@ WRONG_ARRAYS += ["[{}, " + "[" * 100_000, "{}]", "{} {"]
 
 
 @pytest.mark.parametrize("content", WRONG_ARRAYS, ids=lambda content: content[:20])
-@pytest.mark.parametrize("buffer", [2, 2**16])
-def test_a_broken_array_is_a_sentence_that_says_where(monkeypatch, content, buffer):
-    monkeypatch.setattr(rows, "BUFFER", buffer)
+@pytest.mark.parametrize("row_bytes", [20, 2**25])
+def test_a_broken_array_is_a_sentence_that_says_where(monkeypatch, content, row_bytes):
+    monkeypatch.setattr(rows, "ROW_BYTES", row_bytes)
     with pytest.raises(ValueError, match=r"a\.json(\[[01]\] is not JSON| goes on after)"):
         list(read_array(io.StringIO(content), Path("a.json"), Bad()))
     bad = Bad("skip")
@@ -284,7 +283,11 @@ BOMBS = {
     "c.jsonl.xz": (lambda: long_line(lzma.compress), "strict", "c.jsonl.xz:1 is a line of more than"),
     "d.jsonl.bz2": (lambda: long_line(bz2.compress), "strict", "d.jsonl.bz2:1 is a line of more than"),
     "e.jsonl.gz": (lambda: long_line(gzip.compress), "skip", "['short']"),
-    "f.json.zst": (lambda: zstd(b'[{"text": "' + b"a" * LONG + b'"}]'), "strict", "[0] is not JSON, or has more than"),
+    "f.json.zst": (
+        lambda: zstd(b'[{"text": "' + b"a" * LONG + b'"}]'),
+        "strict",
+        "[0] is not JSON, ends early",
+    ),
     "g.json.zst": (lambda: zstd(b'[{"text": "short"}, ' + b" " * LONG + b"]"), "count", "5"),
     "h.txt.zst": (lambda: zstd(b"a" * LONG), "whole", "h.txt.zst has more than 33,554,432 bytes of text"),
     "i.txt.zst": (lambda: zstd(b"a" * LONG), "count", str(LONG)),

@@ -1,27 +1,21 @@
 """Token files: they read back as written; damage is reported; writers do not disturb each other."""
 
-import gzip
 import hashlib
 import json
 import lzma
-import multiprocessing.util
 import os
 import resource
+import shutil
 import signal
-import struct
 import subprocess
 import sys
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import tiktoken
 
 from data import write
-from data.fineweb_edu import prepare as fineweb_edu
 from data.loader import FOLDER, Packed, dataset_folder, open_dataset
 from data.meta import FIELDS, META_BYTES, read_meta
 from data.pystdlib import prepare as pystdlib
@@ -35,7 +29,7 @@ from tests.datasets import TEXTS, contents, documents_of, toy_dataset
 from tests.runs import ROOT, alive, prose, wait_until
 
 
-def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp_path, monkeypatch):
+def test_written_dataset_reads_back_with_counts_digests_and_its_size_in_xz(tmp_path, monkeypatch):
     texts = {"train": TEXTS[1:], "val": ["val é", prose(0, 4000)]}
     meta = toy_dataset(tmp_path, **texts)
     assert {split: documents_of(tmp_path, split) for split in texts} == texts
@@ -44,7 +38,6 @@ def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp
         tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256,
         train_documents=4, train_bytes=len(train), train_tokens=len(train) + 4,
         val_documents=2, val_bytes=len(val), val_tokens=len(val) + 2,
-        gzip_bits_per_byte=8 * len(gzip.compress(val, 9)) / len(val),
         xz_bits_per_byte=8 * len(lzma.compress(val, preset=9)) / len(val),
     )  # fmt: skip
     assert json.loads((tmp_path / "meta.json").read_text()) == meta
@@ -52,7 +45,7 @@ def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp
         expected[f"{split}_sha256"] = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
     assert meta.items() >= expected.items()
     assert (tmp_path / "val.bin").read_bytes() == np.array([*val[:6], 256, *val[6:], 256], dtype="<u2").tobytes()
-    monkeypatch.setattr(write, "COMPRESSED_BYTES", len(val) - 1)
+    monkeypatch.setattr(write, "XZ_BYTES", len(val) - 1)
     assert "xz_bits_per_byte" not in toy_dataset(tmp_path, **texts), "it is too long for that"
 
 
@@ -75,7 +68,7 @@ def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
     assert blocks.dtype == np.int64 and blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
     assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
     for block_size, shifted, n in ((10, False, 11), (6, True, 12)):
-        with pytest.raises(ValueError, match=f"10 train tokens, fewer than the {n} that block_size {block_size} needs"):
+        with pytest.raises(ValueError, match=f"10 train tokens in a file, fewer than the {n} that"):
             tokens.blocks(block_size, shifted)
 
 
@@ -85,9 +78,9 @@ def test_training_blocks_leave_room_for_the_shift_and_documents_begin_with_their
     assert [train.n_blocks, val.n_blocks] == [2, 3], "of 13 tokens each"
     assert train.read([1], shift=3).tolist() == [[*b"b", 256, *b"abb"]]
     _, _, marks = val.unpack(val.read([0, 1]))
-    assert document_starts(marks, val.first_mark).tolist() == [[0] * 4] * 2
+    assert document_starts(marks, val.doc_start).tolist() == [[0] * 4] * 2
     _, _, marks = train.unpack(train.read([1], shift=3))
-    assert document_starts(marks, train.first_mark).tolist() == [[0, 0, 2, 2]]
+    assert document_starts(marks, train.doc_start).tolist() == [[0, 0, 2, 2]]
 
 
 def test_shifted_blocks_cover_all_shards_equally(tmp_path):
@@ -105,17 +98,6 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
         assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
 
 
-def test_an_interrupted_shard_leaves_no_record_of_another(tmp_path, monkeypatch):
-    """The shards have the same length: only the record tells them apart."""
-    fineweb_edu.write_shard(tmp_path, 0, [("train", "ab"), ("val", "ab")], get_tokenizer("bytes"), source={"file": 1})
-    monkeypatch.setattr(fineweb_edu, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        fineweb_edu.write_shard(
-            tmp_path, 0, [("train", "ba"), ("val", "ba")], get_tokenizer("bytes"), source={"file": 2}
-        )
-    assert fineweb_edu.finished_shard(tmp_path, 0, get_tokenizer("bytes"), source={"file": 1}) is None
-
-
 def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("mine", "text"):
@@ -128,21 +110,18 @@ def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, mon
 
 
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
+    with pytest.raises(FileNotFoundError, match="not a finished dataset.*: run a prepare.py, such as .* --out"):
         Tokens(tmp_path / "mine", "train")
-    with pytest.raises(FileNotFoundError, match=r"does not exist\. Did you mean fineweb_edu\? Else run python "):
-        Tokens(FOLDER / "fineweb", "train")
     (tmp_path / "prepare.py").touch()
-    with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
+    with pytest.raises(FileNotFoundError, match=f"not a finished dataset.*: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")
-    (tmp_path / "prepare.py").unlink()
-    toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
+    toy_dataset(tmp_path, train=["0123456789"])
     for n_bytes in (8, 24):
         os.truncate(tmp_path / "train.bin", n_bytes)
-        with pytest.raises(ValueError, match=rf"train\.bin has {n_bytes} bytes, but .* 11 uint16 tokens"):
+        with pytest.raises(ValueError, match=rf"train\.bin has {n_bytes} bytes, but the 11 uint16 tokens"):
             Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing.*run python data/fineweb_edu/prepare.py --out"):
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing.*run python "):
         Tokens(tmp_path, "val")
 
 
@@ -154,7 +133,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 WRONG_VALUES = ["null", "true", "-1", "1.5", "1e400", "NaN", "-Infinity", "9" * 5000, '""', '"a\\u0000/../b"', "[]"]
 WRONG_VALUES += ["[null]", "{}", '{"a": {}}', DEEP, '{"train": null}', '"\\ud800"']
 VALID = {  # of the wrong values, some are right for some fields
-    '""': [], "[]": ["eos"], "{}": ["tokenizer_files"], "1.5": ["gzip_bits_per_byte", "xz_bits_per_byte"],
+    '""': [], "[]": ["eos"], "{}": ["tokenizer_files"], "1.5": ["xz_bits_per_byte"],
 }  # fmt: skip
 
 
@@ -207,44 +186,24 @@ def test_a_missing_or_mistyped_field_of_meta_json_is_a_sentence(strangers, name)
 
 OTHERS = {
     "a name outside": {"tokenizer_files": '{"../../../matplotlib.py": "%s"}' % ("a" * 64)},
-    "an absolute name": {"tokenizer_files": '{"/tmp/x.json": "%s"}' % ("a" * 64)},
     "a name within": {"tokenizer_files": '{"original/tokenizer.model": "%s"}' % ("a" * 64)},
-    "a module": {"tokenizer_files": '{"tokenizer.py": "%s"}' % ("a" * 64)},
-    "a run's file": {"tokenizer_files": '{"config.json": "%s"}' % ("a" * 64)},
     "no digest": {"tokenizer_files": '{"tokenizer.json": "zz"}'},
-    "one bad name of two": {"tokenizer_files": '{"tokenizer.json": "ab", "x.py": "ab"}'},
     "a file outside": {"files": '{"train": {"../train.bin": 11}, "val": {"val.bin": 11}}'},
-    "an absolute file": {"files": '{"train": {"/etc/passwd": 11}, "val": {"val.bin": 11}}'},
     "another kind of file": {"files": '{"train": {"train.mask": 11}, "val": {"val.bin": 11}}'},
-    "a newline": {"files": '{"train": {"train.bin\\n": 11}, "val": {"val.bin": 11}}'},
     "no tokens": {"files": '{"train": {"train.bin": 0}, "val": {"val.bin": 11}}'},
-    "fewer than no tokens": {"files": '{"train": {"train.bin": -11}, "val": {"val.bin": 11}}'},
-    "true tokens": {"files": '{"train": {"train.bin": true}, "val": {"val.bin": 11}}'},
     "very many tokens": {"files": '{"train": {"train.bin": 1%s}, "val": {"val.bin": 11}}' % ("0" * 30)},
-    "no validation": {"files": '{"train": {"train.bin": 11}}'},
     "no training": {"files": '{"train": {}, "val": {"val.bin": 11}}'},
     "another split": {"files": '{"train": {"train.bin": 11}, "val": {"val.bin": 11}, "test": {"test.bin": 1}}'},
     "two files of conversations": {"files": '{"train": {"train.bin": 11, "val.bin": 11}, "val": {"val.bin": 11}}'},
     "objects": {"dtype": '"O"'},
-    "references to objects": {"dtype": '"|O8"'},
     "signed": {"dtype": '"int32"'},
-    "floats": {"dtype": '"float16"'},
     "the other byte order": {"dtype": '">u2"'},
-    "a structure": {"dtype": '[["a", "O"]]'},
-    "text": {"dtype": '"S2"'},
     "an end beyond the vocabulary": {"end_of_text": "257"},
-    "a bos beyond the vocabulary": {"bos": "257"},
-    "no vocabulary": {"vocab_size": "0"},
     "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
-    "a true vocabulary": {"vocab_size": "true"},
     "targets of one split": {"val_targets": None},
     "tokens that no file has": {"train_tokens": "12"},
     "no bytes to divide by": {"val_bytes": "0"},
-    "one compressed size": {"xz_bits_per_byte": None},
     "another command": {"script": '"data/x/prepare.py; rm -rf ~"'},
-    "a script elsewhere": {"script": '"../x/prepare.py"'},
-    "an end that is true": {"eos": "[true]"},
-    "a tokenizer with a newline": {"tokenizer": '"bytes\\n"'},
     "the second of duplicates": {"bos": '1, "bos": "x"'},
 }
 
@@ -264,9 +223,9 @@ def test_no_name_type_or_number_of_meta_json_and_run_json_is_used_unchecked(stra
         read_run(tmp_path)
 
 
-def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
+def test_what_is_no_meta_json_is_a_sentence(strangers):
     folder = strangers()
-    for content in (b"", b"\xff\xfe\0", b"{", b"[]", b"1", b'"x"', b"null", DEEP.encode(), b"9" * 5000, bytes(9)):
+    for content in (b"", b"\xff\xfe\0", b"{", b"[]", b'"x"', DEEP.encode(), b"9" * 5000):
         (folder / "meta.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"meta\.json "):
             read_meta(folder)
@@ -274,47 +233,9 @@ def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
         file.truncate(2**40)
     with pytest.raises(ValueError, match=f"more than {META_BYTES:,} bytes"):
         read_meta(folder)
-    with pytest.raises(ValueError, match=r"meta\.json has more than"):
-        tokenizer_of(folder)
-    (folder / "meta.json").unlink()
-    os.mkfifo(folder / "meta.json")
-    with pytest.raises(ValueError, match="not a regular file"):
-        read_meta(folder)
 
 
-def test_train_py_writes_no_file_that_a_stranger_named(strangers, tmp_path):
-    """A name in meta.json led into the repository, where the same run imported the file."""
-    folder = strangers()
-    (tmp_path / "matplotlib.py").write_text("harm")
-    digest = hashlib.sha256(b"harm").hexdigest()
-    strangers(tokenizer_files=json.dumps({"../matplotlib.py": digest}), train_targets=None, val_targets=None)
-    (tmp_path / "deep").mkdir()
-    command = [
-        sys.executable,
-        "train.py",
-        "config/baby_llama.py",
-        f"--dataset={folder}",
-        f"--out_dir={tmp_path}/deep/out",
-    ]
-    more = ["--block_size=4", "--max_iters=1", "--eval_iters=1", "--batch_size=1", "--device=cpu", "--keep_last=1"]
-    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "meta.json has tokenizer_files" in done.stderr and "Traceback" not in done.stderr
-    assert not list((tmp_path / "deep").rglob("*.py"))
-
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
-
-
-@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.mask", "meta.json"])
-def test_a_git_lfs_pointer_in_a_dataset_is_named_as_such(strangers, name):
-    folder = strangers()
-    (folder / name).write_bytes(LFS_POINTER)
-    with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.* git lfs pull"):
-        open_dataset(str(folder), 4, 0, mask_documents=True)
-
-
-@pytest.mark.parametrize("dtype, token", [("uint16", 65535), ("uint32", 2**31), ("uint32", 2**32 - 1), ("uint32", 257)])
+@pytest.mark.parametrize("dtype, token", [("uint16", 65535), ("uint32", 2**32 - 1), ("uint32", 257)])
 @pytest.mark.parametrize("targets", [True, False])
 def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dtype, token, targets):
     masked = {} if targets else {"train_targets": None, "val_targets": None}
@@ -328,31 +249,13 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
         val.read(range(val.n_blocks))
 
 
-@pytest.mark.parametrize("mask", [bytes([7]) + bytes(10), bytes([3] + [1] * 9 + [255]), bytes([128] * 11)])
-def test_a_mask_with_unknown_bits_is_a_sentence(strangers, mask):
-    folder = strangers()
-    (folder / "train.mask").write_bytes(mask)
-    with pytest.raises(ValueError, match=r"train\.mask holds \d+, expected 0 to 3"):
-        open_dataset(str(folder), 4, 0, mask_documents=True)
-
-
-@pytest.mark.parametrize("mask", [bytes([1] * 11), bytes([0, 3] + [1] * 9), bytes(11)])
-def test_a_mask_whose_first_token_opens_no_conversation_is_a_sentence(strangers, mask):
-    folder = strangers()
-    (folder / "train.mask").write_bytes(mask)
-    with pytest.raises(ValueError, match=r"train\.mask begins in the middle of a conversation"):
-        open_dataset(str(folder), 4, 0, mask_documents=True)
-
-
 @pytest.mark.parametrize("name", ["train.bin", "train.mask"])
-@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 5), lambda path: path.open("r+b").write(b"\1" * 9)])
-def test_a_file_cut_or_changed_while_training_is_a_sentence(strangers, name, change):
+def test_a_file_cut_while_training_is_a_sentence(strangers, name):
     folder = strangers()
     train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
     train.sequences(0, 1)
-    time.sleep(0.05)  # file systems count time in ticks
-    change(folder / name)
-    with pytest.raises(ValueError, match=rf"{name} has been changed or cut since it was opened"):
+    os.truncate(folder / name, 5)
+    with pytest.raises(ValueError, match=rf"{name} has been cut since it was opened"):
         train.sequences(0, 1)
 
 
@@ -382,7 +285,7 @@ def test_error_while_writing_keeps_the_older_dataset(tmp_path):
 
     with pytest.raises(OSError, match="the disk is gone"):
         write_dataset(tmp_path, documents(), get_tokenizer("bytes"))
-    with pytest.raises(ValueError, match="2 training and 0 validation documents.*raise --val_fraction"):
+    with pytest.raises(ValueError, match="2 training and 0 validation documents.*change --val_fraction"):
         toy_dataset(tmp_path, val=[])
     assert contents(tmp_path) == before
 
@@ -434,40 +337,26 @@ def start_writer(tmp_path):
     return writer, [int(child) for child in children]
 
 
-def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
-    writer, children = start_writer(tmp_path)
-    writer.kill()
-    assert writer.wait() == -signal.SIGKILL
-    assert not list(tmp_path.glob("out/*.bin"))
-    with pytest.raises(FileNotFoundError, match="not a finished dataset"):
-        Tokens(tmp_path / "out", "train")
-    wait_until(lambda: not any(map(alive, children)), "workers outlived their parent")
+def test_a_killed_writer_or_worker_and_sigterm_leave_no_dataset_and_no_workers(tmp_path):
+    def kill_worker(writer, children):
+        is_worker = lambda pid: "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()  # noqa: E731
+        os.kill(next(filter(is_worker, children)), signal.SIGKILL)
 
-
-def test_sigterm_or_a_killed_worker_ends_a_writer_with_a_message_and_leaves_no_partial_files(tmp_path):
-    for worker_dies, said in (
-        (False, "\ninterrupted: nothing half-written is left\n"),
-        (True, "error: a worker process died, perhaps out of memory: try fewer --workers\n"),
+    died = "error: a worker process died, perhaps out of memory: try fewer --workers\n"
+    for end, said, code in (
+        (lambda writer, children: writer.kill(), "", -signal.SIGKILL),
+        (lambda writer, children: writer.terminate(), "\ninterrupted: nothing half-written is left\n", 1),
+        (kill_worker, died, 1),
     ):
         writer, children = start_writer(tmp_path)
-        is_worker = lambda pid: "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()  # noqa: E731
-        if worker_dies:
-            os.kill(next(filter(is_worker, children)), signal.SIGKILL)
-        else:
-            writer.terminate()
-        assert (writer.communicate(timeout=60)[1], writer.returncode) == (said, 1)
-        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
-
-
-def die_in_the_midst_of_a_result(text, tokenizer):
-    """Instead of encoding: die after sending a message 4 bytes shorter than its header announces."""
-
-    def send(pipe, content):
-        os.write(pipe.fileno(), struct.pack("!i", 8) + bytes(4))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Connection._send_bytes = send
-    return [0], [], 1
+        end(writer, children)
+        assert writer.communicate(timeout=120)[1].endswith(said) and writer.returncode == code
+        assert not list((tmp_path / "out").glob("*.bin"))
+        assert code < 0 or [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+        with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+            Tokens(tmp_path / "out", "train")
+        wait_until(lambda children=children: not any(map(alive, children)), "workers outlived their parent")
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_dataset_may_have_more_shards_than_the_open_file_limit(tmp_path):
@@ -482,39 +371,3 @@ def test_a_dataset_may_have_more_shards_than_the_open_file_limit(tmp_path):
         assert [data.n_blocks for data in open_dataset(str(tmp_path), 4, 0)] == [600, 600]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_worker_killed_while_sending_a_result_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.encode.BATCH_CHARS", 1)  # else this process does it all
-    texts = [("train", "text"), ("val", "text")] * 4
-    with pytest.raises(OSError, match="a worker process died"):
-        write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
-
-
-def test_a_worker_that_dies_at_startup_is_reported(tmp_path, monkeypatch):
-    """The tokenizer and the batches are larger than a pipe's buffer, so sending them waits for the reader."""
-    spawn = multiprocessing.util.spawnv_passfds
-
-    def spawn_and_kill(path, words, fds):
-        pid = spawn(path, words, fds)
-        if "spawn_main" in str(words):  # not multiprocessing's tracker
-            os.kill(pid, signal.SIGKILL)
-        return pid
-
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", spawn_and_kill)
-    tokenizer = get_tokenizer("bytes")
-    tokenizer.files = {"tokenizer.json": bytes(2**20)}
-    with pytest.raises(OSError, match="a worker process died"):
-        write_dataset(tmp_path, [("train", "x" * 2**20)] * 8, tokenizer, workers=2)
-
-
-def fail(text, tokenizer):
-    raise ZeroDivisionError(text)
-
-
-def test_a_workers_exception_is_raised_with_its_traceback(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.encode.BATCH_CHARS", 1)
-    texts = [("train", "text"), ("val", "text")]
-    with pytest.raises(ZeroDivisionError, match="text") as raised:
-        write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=fail)
-    assert "in fail" in raised.value.__notes__[0]

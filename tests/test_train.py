@@ -139,7 +139,7 @@ def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_anot
     train(out_dir=tmp_path / "plain", **settings)
     tokens, _, starts = run["to_device"](run["read_step"](0)[0][1])
     row = int((starts[:, -1] > 8).nonzero()[0])
-    assert run["train_data"].first_mark == 256 == tokens[row, int(starts[row, -1])]
+    assert run["train_data"].doc_start == 256 == tokens[row, int(starts[row, -1])]
     masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
     assert masked[0] != plain[0] and [x for x in masked if "val_loss" in x] != [x for x in plain if "val_loss" in x]
     assert masked[-1]["val_loss"] < 5
@@ -219,7 +219,7 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
     other = subprocess.Popen([*command, "--eval_iters=1", "--out_dir=other"], **options)
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stdout
-    assert "bits per byte; gzip -9 needs" in done.stdout, done.stdout
+    assert "bits per byte; xz -9 needs" in done.stdout, done.stdout
     said, _ = other.communicate()
     assert other.returncode == 0, said
 

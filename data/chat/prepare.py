@@ -33,12 +33,11 @@ from data.command import (
     add_input_options,
     add_text_options,
     make_parser,
-    path_argument,
     print_summary,
     run_script,
     tokenizer_for_data,
 )
-from data.files import read_small, say
+from data.files import read_small
 from data.rows import Bad, format_of, read_rows
 from data.tokenizer import MOST_FILE_BYTES, with_templates
 from data.vocabulary import Tokenizer
@@ -122,9 +121,9 @@ def prepare(
         bad.report()  # also where it leaves nothing to write
     print_summary(folder, meta)
     for sentence in seen.sentences():
-        say(sentence)
+        print(sentence)
     share = meta["train_targets"] / meta["train_tokens"]
-    say(f"{share:.1%} of the training tokens are learned: the answers")
+    print(f"{share:.1%} of the training tokens are learned: the answers")
     return meta
 
 
@@ -132,10 +131,10 @@ def main():
     parser = make_parser(__doc__, HERE)
     add_input_options(parser, formats=("jsonl", "json"))
     add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # the chat template writes the bos
-    parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
+    parser.add_argument("--template", type=Path, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
-    say(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS --dataset={args.folder.absolute()}")
+    print(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS --dataset={args.folder.absolute()}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from data.chat.formats import REASONING, parse_json
 from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, bounded, compile_template, names_read, reason_of
-from data.tokens import IS_TARGET, OPENS
+from data.tokens import IS_DOC_START, IS_TARGET
 from data.vocabulary import Tokenizer, beginnings
 
 # Llama 3's own format, as its model card gives it: without the date and the tools of 3.1's and 3.2's templates.
@@ -231,5 +231,5 @@ def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], lis
     """What data/write.py stores of render_answers' text: its ids, their mask, and its UTF-8 bytes without the marks."""
     ids, is_target = encode_answers(tokenizer, text)
     mask = [IS_TARGET * target for target in is_target]
-    mask[0] = OPENS  # there is nothing to predict it from
+    mask[0] = IS_DOC_START  # there is nothing to predict it from
     return ids, mask, len(re.sub(f"[{BREAK}{ANSWER}{ANSWER_END}]", "", text).encode())

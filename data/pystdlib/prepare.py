@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import make_parser, print_summary, run_script
-from data.files import lock, say
+from data.files import lock, open_to_write
 from data.tokenizer import get_tokenizer
-from data.write import open_lock, split_of, write_dataset
+from data.write import split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {
@@ -52,7 +52,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     documents = [(split_of(name, VAL_FRACTION), source) for source, name in names.items()]
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra=extra)
-    say(f"{stdlib}: {len(names):,} files")
+    print(f"{stdlib}: {len(names):,} files")
     print_summary(folder, meta)
     return meta
 
@@ -61,7 +61,8 @@ def prepare_once(folder: Path = HERE) -> None:
     """Write the dataset unless it exists. If another process is writing it, wait for that."""
     if (folder / "meta.json").exists():
         return
-    with open_lock(folder / ".once.lock") as file:  # not .lock, which prepare takes
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_to_write(folder / ".once.lock", "a") as file:  # not .lock, which prepare takes
         lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
             prepare(folder)

@@ -7,16 +7,15 @@ and the last 10% of the text, in about a second. The text is ASCII, so its chara
 tokenizer is a character tokenizer; a loss in nats per token is comparable to nanoGPT's shakespeare_char.
 """
 
-import http.client
 import sys
 import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import make_parser, print_summary, run_script
-from data.files import atomic_write, display_path
+from data.files import atomic_write
 from data.tokenizer import get_tokenizer
-from data.write import open_lock, write_dataset
+from data.write import write_dataset
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -26,17 +25,15 @@ def download(file: Path) -> None:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
-    except (OSError, http.client.HTTPException) as error:  # HTTPException: the connection ended early
-        raise OSError(
-            f"could not download {URL} ({error}): fetch it elsewhere and put it at {display_path(file)}"
-        ) from error
+    except OSError as error:
+        raise OSError(f"could not download {URL} ({error}): fetch it elsewhere and put it at {file}") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as out:
         out.write(content)
 
 
 def prepare(folder: Path = HERE) -> dict:
     """Write the dataset into `folder`, from its input.txt, downloaded if missing; return its meta.json."""
-    open_lock(folder / ".lock").close()  # before the download: fails if it cannot be written
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
     text = (folder / "input.txt").read_bytes().decode()

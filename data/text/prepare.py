@@ -33,7 +33,7 @@ from data.command import (
     run_script,
     tokenizer_for_data,
 )
-from data.files import Unreadable, display_path, say
+from data.files import Unreadable
 from data.rows import ROW_BYTES, Bad, field_of, format_of, open_input, read_rows
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import split_texts, write_dataset
@@ -49,14 +49,9 @@ def files_in(path: Path, out: Path) -> list[Path]:
     """The path itself, or the files inside if it is a folder: all but hidden ones, and those directly in `out`."""
     if not path.is_dir():
         return [path]
-    root = path.resolve()
-    files = []
-    for file in sorted(path.rglob("*")):
-        name = file.relative_to(path)
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        if file.is_file() and not is_hidden and (root / name).parent != out.resolve():
-            files.append(file)
-    return files
+    hidden = re.compile(r"(^|/)\.")
+    files = [file for file in sorted(path.rglob("*")) if not hidden.search(file.relative_to(path).as_posix())]
+    return [file for file in files if file.is_file() and file.parent.resolve() != out.resolve()]
 
 
 def read_documents(files: list[Path], format: str | None, field: str, chunk_chars: int, bad: Bad) -> Iterator[str]:
@@ -157,10 +152,8 @@ def main():
     args = parser.parse_args()
     prepare(**vars(args))
     folder = args.folder.resolve()
-    script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/baby_llama.py"))
-    dataset = folder.name if folder.parent == HERE.parent else folder
-    # no vocab_size: the config has none either, so the model takes the dataset's
-    say("next: " + shlex.join(["python", script, config, f"--dataset={dataset}", f"--out_dir=out/{folder.name}"]))
+    config = "config/baby_llama.py"  # without a vocab_size, so the model takes the dataset's
+    print("next: " + shlex.join(["python", "train.py", config, f"--dataset={folder}", f"--out_dir=out/{folder.name}"]))
 
 
 if __name__ == "__main__":
