@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.meta import how_to_prepare, read_meta
+from data.meta import read_meta
 
 IS_TARGET = 1  # mask bit: the token is a target
 IS_DOC_START = 2  # mask bit: the token starts a conversation
@@ -70,7 +70,7 @@ class Tokens:
     different number of tokens below T, and skips the tokens before the first block.
 
     Raises FileNotFoundError if the dataset or one of its files is missing, ValueError if a file's size differs from
-    meta.json's; both say how to make the dataset.
+    meta.json's.
     """
 
     def __init__(self, folder: str | Path, split: str):
@@ -91,12 +91,12 @@ class Tokens:
 
     def _open(self, path: Path, n_tokens: int, dtype: np.dtype) -> Shard:
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder)}")
+            raise FileNotFoundError(f"{path} is missing, but meta.json lists it: prepare the data again")
         n_bytes = path.stat().st_size
         expected = n_tokens * dtype.itemsize
         if n_bytes != expected:
             needed = f"the {n_tokens:,} {dtype.name} tokens of meta.json need {expected:,}"
-            raise ValueError(f"{path} has {n_bytes:,} bytes, but {needed}: {how_to_prepare(self.folder)}")
+            raise ValueError(f"{path} has {n_bytes:,} bytes, but {needed}: prepare the data again")
         return Shard(path, n_tokens, dtype)
 
     def __len__(self) -> int:

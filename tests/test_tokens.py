@@ -121,7 +121,7 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
         with pytest.raises(ValueError, match=rf"train\.bin has {n_bytes} bytes, but the 11 uint16 tokens"):
             Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing.*run python "):
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing, .*: prepare the data again"):
         Tokens(tmp_path, "val")
 
 
