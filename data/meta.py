@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from data.files import read_json
+from data.files import display_path, read_json
 
 SPLITS = ("train", "val")
 FILES = (  # that belong to a tokenizer in Hugging Face's format
@@ -116,5 +116,5 @@ def read_meta(folder: str | Path) -> dict:
 def how_to_prepare(folder: str | Path) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
-        return f"run python {quote(str(script))} (--help lists its options)"
+        return f"run python {quote(display_path(script))} (--help lists its options)"
     return f"run a prepare.py, such as python data/text/prepare.py --input YOUR_TEXT --out {quote(str(folder))}"
