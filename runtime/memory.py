@@ -42,6 +42,7 @@ from optimizers.on_device import OnDevice
 from optimizers.rule import Rule
 
 GIB = 2**30
+FSDP_2_15 = torch.__version__ >= (2, 15)  # frees gradients once they are copied; autograd converts them to float32
 Named = tuple[str, torch.Tensor, tuple[int, ...]]  # a parameter's name, the parameter, the rows of its matrices
 
 
@@ -340,7 +341,8 @@ class Step:
         """That buffer, plus the larger of the gradients copied into it and this rank's sums from it, in both dtypes."""
         if not self.reduces:
             return []
-        held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are done
+        # Up to 2.14 a group's last gradient stays until the sums are done: the head's or the embedding's, if untied
+        held = 0 if self.c.tie_embeddings or FSDP_2_15 else group.gradients
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
         more = Part("the reduction", max(group.gradients, held + sums), f"{group.n:,} parameters")
         return [*self.being_reduced(group), more]
@@ -388,6 +390,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     if tied:  # the head's gradient waits for the embedding's; with whole logits (F.linear) a third tensor is their sum
         first = step.root
         copies = 2 if run.kernels == "all" else 3
+        if FSDP_2_15 and step.unsynced and step.itemsize < 4:
+            copies = 3  # with the accumulator's 4 bytes 10: both gradients in float32, the embedding's also as computed
     by_phase = {
         "the loss, at the end of forward": step.parts_at(layers, in_loss, [forward]),
         "backward of the loss": step.parts_at(layers, (stay or buffer, 1), [backward]),
