@@ -126,8 +126,8 @@ distributed.init_distributed(device, timeout)  # sets an excepthook of its own
 sys.excepthook = make_excepthook(
     lambda: f"step {step}, {phase}", lambda: out_of_memory_message(config, run_shape, device)
 )
-distributed.require_same_on_all_ranks(settings)
-lock_file = claim(out_dir)
+distributed.require_same_on_all_ranks(settings | distributed.code_of_this_rank())
+lock_file = None if eval_only else claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 from_weights = model_settings(start, init_from, named)  # n_layer and others that no config file or flag names
 globals().update(from_weights)
@@ -255,8 +255,8 @@ settings["init_from"] = start_state["began_with"]["init_from"]  # what was read,
 first_step = start_state["step"]
 # Sequences read before this run's batch size took effect, less those that its steps so far would have read.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
-saver = Saver(out_dir, optimizer, config, hf_files, keep_last=keep_last, async_save=async_save, timeout=timeout,
-              reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
+saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, async_save=async_save,
+              timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
 profiler = start_profiler(out_dir) if profile else None
@@ -348,5 +348,6 @@ if step == last_step and val_loss is not None:
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()
-lock_file.close()
+if lock_file:
+    lock_file.close()
 distributed.end_together(1 if saver.error else signals.exit_code)  # 1: the last checkpoint was not written

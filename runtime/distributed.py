@@ -5,14 +5,17 @@ collectives below return at once.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +27,7 @@ rank = int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))
 local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts
+restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this machine, by torchrun --max-restarts
 
 
 def say(*args, **kwargs) -> None:
@@ -75,22 +78,43 @@ def init_distributed(device: str, timeout: float) -> None:
 
     timeout: seconds that a rank waits in a collective for the others, in any phase of the run; then it gives up.
     """
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        stop("srun started several processes that know nothing of each other: start torchrun, as config/slurm.sh does")
     if world_size > 1:
+        limit = timedelta(seconds=timeout)
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # else NCCL guesses it, with a warning
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo for offloaded gradients and objects
-        store = attempt_store(next(dist.rendezvous("env://"))[0])
-        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
-        dist.init_process_group(backend, store=store, **options, **bound)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store = store_of_attempt(store, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **bound)
 
 
-def attempt_store(store: dist.Store) -> dist.Store:
-    """A view of the store for this attempt of torchrun alone.
+def store_of_attempt(store: dist.Store, timeout: float) -> dist.Store:
+    """A view of the store that the ranks of this attempt share, and no others.
 
-    torchrun's restarts share one store, in which PyTorch would find the addresses of processes that have died
-    (pytorch/pytorch#135712). Several machines do not agree on the attempt's number, so there all attempts share 0.
+    The restarts of torchrun --max-restarts share one store, in which PyTorch would find the addresses of processes that
+    have died (pytorch/pytorch#135712), and machines may count different numbers of restarts. So each rank writes a new
+    name of its own, and rank 0 answers every name with that of the attempt, until all of its ranks have answered back.
+    What dead processes have written stays without an answer.
     """
-    one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return dist.PrefixStore(f"attempt_{restart_count if one_machine else 0}", store)
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"name of rank {rank}", name)
+        attempt = store.get(f"attempt of {name}").decode()  # waits
+        store.set(f"{attempt} has rank {rank}", "")
+        return dist.PrefixStore(attempt, store)
+    missing = set(range(1, world_size))
+    end = time.monotonic() + timeout
+    while missing:
+        for other in missing:
+            if store.check([f"name of rank {other}"]):
+                other_name = store.get(f"name of rank {other}").decode()
+                store.set(f"attempt of {other_name}", name)
+        missing = {other for other in missing if not store.check([f"{name} has rank {other}"])}
+        if missing and time.monotonic() > end:
+            raise TimeoutError(f"ranks {', '.join(map(str, sorted(missing)))} have not started")
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
@@ -185,7 +209,16 @@ def _reason(error) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-SAME_COMMAND = "give every machine the same command line and data, every rank a config that computes the same values"
+SAME_COMMAND = "give every machine the same code, command line and data, and a config that computes the same values"
+
+
+def code_of_this_rank() -> dict[str, str]:
+    """PyTorch's version, and the SHA-256 of each file of nanocria that this rank has imported, by its path."""
+    root = Path(__file__).resolve().parents[1]
+    files = (Path(module.__file__ or "") for module in list(sys.modules.values()) if hasattr(module, "__file__"))
+    own = {file for file in files if file.is_relative_to(root) and "site-packages" not in file.parts}
+    digests = {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(own)}
+    return {"PyTorch's version": torch.__version__} | digests
 
 
 def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
@@ -216,5 +249,7 @@ def end_together(code: int) -> None:
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
+    if code > 128 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun would take this end after a signal for a failure, and restart
     if code or world_size > 1:
         leave(code)

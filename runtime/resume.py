@@ -18,7 +18,6 @@ from typing import TextIO
 
 import numpy as np
 
-from data.files import lock, open_to_write
 from data.loader import dataset_folder
 from data.tokenizer import (
     dataset_files,
@@ -44,7 +43,6 @@ from runtime.checkpoint import (
     read_base,
     read_file,
     read_weights,
-    require_utf8,
 )
 from runtime.distributed import (
     all_reduce_max,
@@ -59,7 +57,7 @@ from runtime.distributed import (
 )
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
 from runtime.hf_names import OWN, hf_names
-from runtime.save import mark_damaged
+from runtime.save import lock_out_dir, mark_damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
@@ -89,7 +87,7 @@ def claim(out_dir: str) -> TextIO:
     """
     content = None
     with stop_on_error():
-        file = on_all_ranks(lambda: _claim(Path(out_dir)) if rank == 0 else None)
+        file = on_all_ranks(lambda: lock_out_dir(Path(out_dir)) if rank == 0 else None)
     with contextlib.suppress(OSError):
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
@@ -97,29 +95,6 @@ def claim(out_dir: str) -> TextIO:
     # If ranks had separate folders, each would hold only a part of every checkpoint.
     require_same_on_all_ranks({"out_dir": content}, f"{out_dir} must be one folder that all machines share")
     return file
-
-
-def _claim(out_dir: Path) -> TextIO:
-    require_utf8(out_dir)
-    if is_model(out_dir):
-        if out_dir.name.startswith("step_"):
-            advice = f"--out_dir={out_dir.parent} resumes from the newest one there"
-            raise ValueError(f"{out_dir} is a checkpoint: {advice}")
-        advice = "name a folder for this run alone"
-        raise ValueError(f"{out_dir} holds published weights, which sample.py would read: {advice}")
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(out_dir / ".lock", "a+")
-        lock(file)
-        file.truncate(0)
-        file.write(f"{time.time_ns()}\n")  # the other ranks compare this
-        file.flush()
-        os.fsync(file.fileno())
-        return file
-    except BlockingIOError as error:
-        raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
-    except OSError as error:
-        raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
 
 
 def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
@@ -141,7 +116,8 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     """The checkpoint to resume from, the folder of weights to start with, or None for scratch."""
     checkpoint = newest_for_all_ranks(out_dir)
     if checkpoint:  # check_start() compares what init_from names with what that run began with
-        if init_from == "scratch" and not restart_count:  # after torchrun's restart it is the same run
+        is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
+        if init_from == "scratch" and not is_restart:
             advice = "--init_from=resume continues it, or name another --out_dir"
             stop(f"{checkpoint} is left from an earlier run: {advice}")
         return checkpoint

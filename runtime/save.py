@@ -20,16 +20,18 @@ from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from data.files import lock, open_to_write
 from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, newest
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, require_utf8
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -59,7 +61,7 @@ DTYPE_NAMES = {
 class Saver:
     """Writes checkpoints in the background, while training continues.
 
-        saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save)
+        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, async_save)
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
@@ -75,6 +77,7 @@ class Saver:
     def __init__(
         self,
         out_dir: str,
+        lock_file: TextIO | None,
         optimizer,
         config: LlamaConfig,
         hf_files: dict[str, bytes],
@@ -84,6 +87,7 @@ class Saver:
         timeout: float = 600.0,
     ):
         self.out_dir = Path(out_dir)
+        self.lock_file = lock_file  # rank 0's; None if nothing will be saved
         self.optimizer = optimizer
         self.config = config
         self.hf_files = hf_files
@@ -174,6 +178,7 @@ class Saver:
         partial = path.with_name(path.name + ".partial")
         if copied is not None:
             copied.synchronize()
+        from_rank_0(self._keep_lock, self.group)
         from_rank_0(lambda: remove_partial(self.out_dir), self.group)
         try:
             rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
@@ -184,6 +189,12 @@ class Saver:
             raise
         from_rank_0(lambda: remove_all_but(self.out_dir, self.keep_last), self.group)
         return path
+
+    def _keep_lock(self):
+        """Lock out_dir again if it has been deleted. OSError if another run has begun there since."""
+        path = self.out_dir / ".lock"
+        if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(self.lock_file.fileno())):
+            self.lock_file = lock_out_dir(self.out_dir)
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
@@ -350,6 +361,30 @@ def _write_rows(path, tensors):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Names in out_dir
+
+
+def lock_out_dir(out_dir: Path) -> TextIO:
+    """Create out_dir and lock it until the file is closed. OSError if another run locks it, ValueError for a model."""
+    require_utf8(out_dir)
+    if is_model(out_dir):
+        if out_dir.name.startswith("step_"):
+            advice = f"--out_dir={out_dir.parent} resumes from the newest one there"
+            raise ValueError(f"{out_dir} is a checkpoint: {advice}")
+        advice = "name a folder for this run alone"
+        raise ValueError(f"{out_dir} holds published weights, which sample.py would read: {advice}")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        file = open_to_write(out_dir / ".lock", "a+")
+        lock(file)
+        file.truncate(0)
+        file.write(f"{time.time_ns()}\n")  # the other ranks compare this
+        file.flush()
+        os.fsync(file.fileno())
+        return file
+    except BlockingIOError as error:
+        raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
+    except OSError as error:
+        raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
 
 
 def commit(partial: Path, final: Path) -> None:

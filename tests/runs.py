@@ -133,6 +133,12 @@ def finished(runs):
     return subprocess.CompletedProcess([], code, runs[0].stdout.read(), runs[0].stderr.read())
 
 
+def free_port():
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        return port.getsockname()[1]
+
+
 def run_torchrun(ranks, settings, script="train.py", options=()):
     command = torchrun(ranks, settings, script, options)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
