@@ -12,7 +12,20 @@ from pathlib import Path
 import pytest
 
 from runtime import checkpoint
-from tests.runs import LONGER, PLAIN, ROOT, alive, assert_close, flags, free_port, step_losses, wait_until
+from tests.runs import (
+    LONGER,
+    PLAIN,
+    ROOT,
+    alive,
+    assert_close,
+    at_read,
+    flags,
+    free_port,
+    run,
+    step_losses,
+    wait_until,
+    wrapped,
+)
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -82,23 +95,23 @@ def machines(tmp_path, text_data):
 
 @pytest.mark.parametrize("agent, rank", [(0, 0), (1, 1)])
 def test_a_rank_killed_on_one_machine_is_restarted_on_all_and_the_run_resumes(machines, alone, agent, rank):
-    run = machines(["--max-restarts=2"], init_from="scratch")
-    wait_until((run.out_dir / "step_000005").exists)
-    os.kill(run.ranks(agent)[rank], signal.SIGKILL)
-    assert run.codes() == [0, 0], run.text()
-    assert "resumes   " in run.text(), run.text()
-    assert_close(step_losses(alone), step_losses(run.out_dir), 1e-5)
+    both = machines(["--max-restarts=2"], init_from="scratch")
+    wait_until((both.out_dir / "step_000005").exists)
+    os.kill(both.ranks(agent)[rank], signal.SIGKILL)
+    assert both.codes() == [0, 0], both.text()
+    assert "resumes   " in both.text(), both.text()
+    assert_close(step_losses(alone), step_losses(both.out_dir), 1e-5)
 
 
 def test_a_signal_to_one_machine_ends_all_with_a_checkpoint(machines):
-    run = machines(["--max-restarts=2"], max_iters=10**5, eval_interval=10**5)
-    run.wait_for_step(3)
-    ranks = [*run.ranks(0), *run.ranks(1)]
-    run.agents[1].send_signal(signal.SIGTERM)
-    codes = run.codes()
-    assert all(codes) and not any(map(alive, ranks)), run.text()
-    assert run.text().count("SIGTERM: stopping after this step") == 1, run.text()
-    assert checkpoint.newest(run.out_dir) is not None, run.text()
+    both = machines(["--max-restarts=2"], max_iters=10**5, eval_interval=10**5)
+    both.wait_for_step(3)
+    ranks = [*both.ranks(0), *both.ranks(1)]
+    both.agents[1].send_signal(signal.SIGTERM)
+    codes = both.codes()
+    assert all(codes) and not any(map(alive, ranks)), both.text()
+    assert both.text().count("SIGTERM: stopping after this step") == 1, both.text()
+    assert checkpoint.newest(both.out_dir) is not None, both.text()
 
 
 def test_machines_with_different_code_do_not_train(tmp_path, text_data):
@@ -116,9 +129,7 @@ def test_machines_with_different_code_do_not_train(tmp_path, text_data):
     ]  # fmt: skip
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], errors
-    assert all("the ranks differ in data/loader.py: give every machine the same code" in said for said in errors), (
-        errors
-    )
+    assert all("the ranks differ in data/loader.py: give every machine the same code" in said for said in errors), errors
     assert not (tmp_path / "out").exists()
 
 
@@ -148,6 +159,18 @@ def test_srun_without_torchrun_is_told_to_use_it(tmp_path):
     environment = os.environ | PLAIN | dict(SLURM_STEP_NUM_TASKS="8")
     done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_out_dir_deleted_under_a_run_is_made_again_unless_another_run_has_begun_there(text_data, tmp_path, taken):
+    out = tmp_path / "out"
+    delete = f"shutil.rmtree({str(out)!r})" + f", others.append(lock_out_dir(Path({str(out)!r})))" * taken
+    before = "import shutil\nfrom pathlib import Path\nfrom runtime.save import lock_out_dir\nothers = []\n"
+    script = wrapped(tmp_path, before + at_read(12, delete))
+    done = run(LONGER | dict(dataset=text_data, out_dir=out), script)
+    if taken:
+        assert f"NOT SAVED: another run is writing to {out}" in done.stdout and done.returncode == 1, done.stdout
+    assert (checkpoint.newest(out) is None) == taken, done.stdout + done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,17 +241,17 @@ def test_ranks_that_lose_the_others_say_where_and_end(machines, network, tmp_pat
     )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     prefixes = [in_namespace(first), in_namespace(second)]
-    run = machines(["--rdzv_endpoint=10.77.1.2:29511"], script=script, prefixes=prefixes, timeout=10, eval_interval=4)
+    both = machines(["--rdzv_endpoint=10.77.1.2:29511"], script=script, prefixes=prefixes, timeout=10, eval_interval=4)
     wait_until((tmp_path / "reached").exists)
-    left = run.ranks(0)
+    left = both.ranks(0)
     if how == "cut":
         cut()
-        left += run.ranks(1)
+        left += both.ranks(1)
     else:
-        for pid in run.ranks(1):
+        for pid in both.ranks(1):
             os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
     wait_until(lambda: not any(map(alive, left)))
-    assert time.monotonic() - begin < 10 + 30, run.text()
-    sentences = re.findall(r"rank \d, step \d+, .*, lost another rank or its connection", run.text())
-    assert len(sentences) >= len(left) / 2, run.text()  # of each machine torchrun ends the second one
+    assert time.monotonic() - begin < 10 + 30, both.text()
+    sentences = re.findall(r"rank \d, step \d+, .*, lost another rank or its connection", both.text())
+    assert len(sentences) >= len(left) / 2, both.text()  # of each machine torchrun ends the second one
