@@ -348,6 +348,4 @@ if step == last_step and val_loss is not None:
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()
-if lock_file:
-    lock_file.close()
 distributed.end_together(1 if saver.error else signals.exit_code)  # 1: the last checkpoint was not written

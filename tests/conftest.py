@@ -76,7 +76,10 @@ def train(text_data, tmp_path, monkeypatch):
         flags = [f"--{name}={value}" for name, value in settings.items()]
         monkeypatch.setattr(sys, "argv", ["train.py", *files, *flags])
         try:
-            return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            end = runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            if end["lock_file"]:
+                end["lock_file"].close()  # the end of a process would
+            return end
         finally:
             sys.excepthook = sys.__excepthook__  # the run's own would keep the run alive, and its lock
             if dist.is_initialized():

@@ -129,7 +129,8 @@ def test_machines_with_different_code_do_not_train(tmp_path, text_data):
     ]  # fmt: skip
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], errors
-    assert all("the ranks differ in data/loader.py: give every machine the same code" in said for said in errors), errors
+    expected = "the ranks differ in data/loader.py: give every machine the same code"
+    assert all(expected in said for said in errors), errors
     assert not (tmp_path / "out").exists()
 
 
