@@ -4,8 +4,7 @@ Any machine:        python train.py config/baby_llama.py
 One GPU:            python train.py config/llama32_1b.py      # of 40 GB; README.md has a table for others
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
 
-Run the same command again to resume from the newest checkpoint in out_dir. Every setting below is a flag
-(--batch_size=32) and can be set in a config file; --help lists them all.
+The same command again resumes from the newest checkpoint. Each setting below is also a flag (--help) and a config's.
 """
 
 import functools
