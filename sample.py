@@ -99,10 +99,10 @@ def write_continuations(text: str) -> None:
     print(text, end="", flush=True)
     for new in draw([begin_document(tokenizer, text, special=True)] * num_samples):
         print(new[0], end="", flush=True)
-        texts = [text + added for text, added in zip(texts, new, strict=True)]
+        texts = [whole + added for whole, added in zip(texts, new, strict=True)]
     print("\n" + "-" * 80)
-    for text in texts[1:]:
-        print(text + "\n" + "-" * 80)
+    for other in texts[1:]:
+        print(other + "\n" + "-" * 80)
 
 
 def converse(messages: list[dict]) -> None:

@@ -62,7 +62,7 @@ def alone(tmp_path_factory):
     (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
     (2, dict(dtype="float16"), {}, 5e-4),
     # 129 and 128 of the embedding's rows. Rounding may change an 8-bit code, by a percent of a moment.
-    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256, n_layer=1), {}, 1e-4),
     # Of 3 layers one of two ranks owns two; 4 ranks cut through k and v; of a matrix of 6 rows the last rank has none.
     *((ranks, MUON, more, 2e-5) for ranks, more in ((2, {}), (4, {}), (4, HYBRID))),
     *((ranks, GALORE, more, 1e-5) for ranks, more in ((2, {}), (4, HYBRID))),
@@ -140,7 +140,7 @@ def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, sett
     (4, HYBRID),
     (2, dict(optimizer="normuon")),  # and so muon
     (2, dict(optimizer="galore", galore_rank=8)),
-    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256, n_layer=1)),
     (2, dict(offload="all", offload_dir="drive")),
 ], ids=str)  # fmt: skip
 def test_a_run_resumes_on_more_and_on_fewer_ranks_with_every_optimizer(train, tmp_path, ranks, settings):

@@ -26,7 +26,6 @@ from tests.runs import (
     assert_close,
     at_read,
     error_of,
-    finish,
     losses,
     metrics,
     run,
@@ -103,19 +102,22 @@ def ranks_in(folder):
     return [int(path.name[4:]) for path in folder.glob("rank*")]
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, restarts):
-    """Without restarts all processes end, and a run on one rank resumes; with a restart torchrun resumes by itself."""
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", init_from=["auto", "scratch"][restarts])
-    kill = at_read(30, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)", "1")
-    done = run_torchrun(2, settings, noting_its_pid(tmp_path, kill), [f"--max-restarts={restarts}"])
-    pids = ranks_in(tmp_path)
-    assert len(pids) == 2 + 2 * restarts and not any(map(alive, pids)), "a rank was left behind"
-    assert done.returncode == (0 if restarts else 1), done.stderr
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_on_one(train_on_ranks, alone, tmp_path):
+    script = wrapped(tmp_path, at_read(30, "os.kill(os.getpid(), signal.SIGKILL)", "1"))
+    done = train_on_ranks(2, script, code=1)
     assert re.search(r"rank 0, step \d+, training, lost another rank", done.stderr), done.stderr
     assert 'train.py", line' not in done.stderr, done.stderr
-    if not restarts:
-        finish(settings)
+    train_on_ranks(1)
+    assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+def test_torchrun_restarts_the_ranks_after_a_kill_and_they_resume(text_data, alone, tmp_path):
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", init_from="scratch")
+    kill = at_read(30, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)", "1")
+    done = run_torchrun(2, settings, noting_its_pid(tmp_path, kill), ["--max-restarts=1"])
+    pids = ranks_in(tmp_path)
+    assert len(pids) == 4 and not any(map(alive, pids)), "a rank was left behind"
+    assert done.returncode == 0, done.stderr
     assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
 
 
