@@ -8,7 +8,7 @@
     tokenizer.encode("a <|eot_id|>", special=True)  # for prompts and chat templates: they become tokens
 
 tiktoken downloads the GPT vocabularies on first use. Meta's tokenizer.model comes with the weights; you must accept its
-license first, so nothing here downloads it. Hugging Face's `tokenizers` reads a tokenizer.json; tiktoken, which is four
+license first, so nothing here downloads it. Hugging Face's `tokenizers` reads a tokenizer.json; tiktoken, three to six
 times as fast, reads Llama 3's and those that nanocria writes, unless somebody added tokens or changed anything else.
 """
 
