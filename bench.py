@@ -23,7 +23,6 @@ Every setting is --key=value; COMMAND --help lists them. What is measured is wri
 """
 
 import importlib
-import os
 import sys
 
 from configurator import SettingError
@@ -54,8 +53,6 @@ def main(argv: list[str]) -> None:
                 main(["sweep", *argv])
     except SettingError as error:  # a user error
         sys.exit(str(error))
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -141,6 +141,7 @@ def start(name: str, s: SimpleNamespace, n_gpus: int = 1, on_cpu=False) -> Recor
         sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none: bench.py estimate computes what fits")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # like Ctrl-C: end the running point
     card = call("timing.card")  # in another process, so that this one takes no GPU memory
+    assert "device" in card, card
     print(tables.describe(card))
     if n_gpus > 1:
         card["device"] = f"{n_gpus} x {card['device']}"

@@ -70,7 +70,8 @@ def describe(row: dict) -> str:
     if "functions" in row:
         row = row | microseconds(row)
     shown = [key for key, value in row.items() if value and isinstance(value, str | int | float) or key == "shape"]
-    return "  ".join(f"{key} {cell(row, key)}" for key in shown)
+    cells = [f"{key} {cell(row, key)}" for key in shown if key != "oom"]
+    return "  ".join([*cells, "out of memory"] if row.get("oom") else cells)
 
 
 def is_measured(row: dict) -> bool:

@@ -152,19 +152,15 @@ def whole_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def kept_ops() -> set:
-    aten = torch.ops.aten
-    backends = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
-    return {aten.mm.default, *(getattr(aten, f"_scaled_dot_product_{name}").default for name in backends)}
-
-
 def every_second_matmul():
     """torchtitan's 'op' policy: keep attention and the first, third, fifth, ... matmul of a block."""
+    aten = torch.ops.aten
+    backends = ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+    keep = {aten.mm.default, *(getattr(aten, f"_scaled_dot_product_{name}").default for name in backends)}
     n_matmuls = Counter()  # forward and recomputation count separately
-    keep = kept_ops()
 
     def policy(ctx, op, *args, **kwargs):
-        is_matmul = op == torch.ops.aten.mm.default
+        is_matmul = op == aten.mm.default
         n_matmuls[ctx.is_recompute] += is_matmul
         if op in keep and not (is_matmul and n_matmuls[ctx.is_recompute] % 2 == 0):
             return CheckpointPolicy.MUST_SAVE
@@ -370,7 +366,7 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
 
 def over_ranks(value, op, device) -> float:
     """Reduce a number, or a scalar on the device, over all ranks."""
-    value = torch.tensor(value, device=device)
+    value = torch.as_tensor(value, device=device)
     if RANKS > 1:
         dist.all_reduce(value, op)
     return value.item()

@@ -24,7 +24,6 @@ HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocr
 
 def test_functions_are_called_in_separate_processes():
     assert runner.call("records.load", ranks=2, name="step") == records.load("step")
-    assert "no_such.json" in runner.call("records.load", name="no_such")["failed"]
 
 
 def test_a_process_without_a_result_says_why():
@@ -33,26 +32,18 @@ def test_a_process_without_a_result_says_why():
     assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + torchrun) == {"oom": True}
 
 
-@pytest.mark.parametrize("interrupt", [False, True])
-def test_a_point_that_hangs_or_is_interrupted_is_ended_with_its_ranks(tmp_path, interrupt):
+def test_a_point_that_hangs_is_ended_with_its_ranks(tmp_path):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(
         f"import os, time\nopen({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
         "time.sleep(600)"
     )
-    script = (
-        "import signal, sys; from benchmarks import runner\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        f"runner.TIMEOUT = {600 if interrupt else 20}\n"
-        f"print(runner.run([{str(hangs)!r}], ranks=2))"
-    )
+    script = f"from benchmarks import runner\nrunner.TIMEOUT = 20\nprint(runner.run([{str(hangs)!r}], ranks=2))"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=settings.ROOT, stdout=subprocess.PIPE, text=True)
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
-    if interrupt:
-        process.terminate()
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == (143 if interrupt else 0) and ("took longer" in printed) == (not interrupt)
+    assert process.returncode == 0 and "took longer" in printed
     wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
 
 
@@ -228,14 +219,6 @@ def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest)
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 
 
-def test_a_technique_includes_the_settings_of_those_below(card):
-    card.tokens = 0
-    card("ladder --models=8b --measure=fits --techniques=offload_all")
-    ((_, _, (_, config, *flags)),) = card.ran  # not even one sequence: no other is tried
-    assert config == "config/llama31_8b.py" and "--kernels=none" not in flags
-    assert {"--offload=all", "--optimizer_bits=8", "--dtype=bfloat16", "--kernels=all"} < set(flags)
-
-
 @pytest.mark.parametrize("name", ["plain", "galore", "nvme", "qlora_fp8"])  # each builds on others
 def test_a_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
     sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
@@ -260,8 +243,7 @@ def test_each_point_is_a_run_on_so_many_ranks_and_8b_takes_all(card):
     assert {row["trainer"] for row in rows if row["checkpointing"] == "selective"} == {"nanocria"}
 
 
-@pytest.mark.parametrize("kind, steps", [("saves", 200), ("memory", 3)])
-def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_path, kind, steps):
+def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_path):
     ran = []
 
     def train(argv, out_dir, ranks):
@@ -275,13 +257,10 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
             folder.mkdir()
             (folder / "run.json").write_text("{}")
             (folder / "model.safetensors").write_bytes(bytes(998))
-        cpu_gib = 90.0 + 5 * len(ran)
-        return {"steps": 10 if len(ran) == 3 else steps, "save_seconds": 3.0, "resume_seconds": 2.0, "cpu_gib": cpu_gib}
+        return {"steps": 10 if len(ran) == 3 else 200, "save_seconds": 3.0, "resume_seconds": 2.0}
 
     monkeypatch.setattr(runner, "train", train)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
-    row = gpus.measure_checkpoint(kind, 4)
-    assert ran == [f"--max_iters={steps}", "--keep_last=1", f"--max_iters={steps + 10}"]
-    assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and not list(tmp_path.iterdir())
-    assert row.get("cost") == (0.5 if kind == "saves" else None)
-    assert row.get("saved_cpu_gib") == (None if kind == "saves" else 100.0)
+    row = gpus.measure_checkpoint("saves", 4)
+    assert ran == ["--max_iters=200", "--keep_last=1", "--max_iters=210"]
+    assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and row["cost"] == 0.5
