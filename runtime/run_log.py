@@ -347,7 +347,7 @@ def read_metrics(path: Path) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 def read_losses(folder: Path) -> Losses:
