@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.files import display_path, read_json
 
@@ -44,49 +44,45 @@ def is_rate(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 10_000  # nan is not
 
 
-class Field(NamedTuple):
-    is_valid: Check
-    expected: str
-    required: bool = False
-
-
 TOKENIZER_FILE = is_text("|".join(map(re.escape, (*FILES, "tokenizer.model"))))
 SHA256 = is_text("[0-9a-f]{1,64}")
 TOKEN_FILES = is_dict(is_text(r"(train|val)(_\d{1,12})?\.bin"), is_whole(1, 2**53))
 TOKEN_ID = is_whole(0, 2**31 - 1)
+REQUIRED = ("tokenizer", "vocab_size", "dtype", "end_of_text", "files")
 FIELDS = {
-    "tokenizer": Field(is_text(r"[\w.-]{1,80}"), "a tokenizer's name", required=True),
-    "vocab_size": Field(is_whole(1, 2**31), "a number of tokens", required=True),
-    "dtype": Field(is_text("uint16|uint32"), "uint16 or uint32", required=True),
-    "end_of_text": Field(TOKEN_ID, "a token's id", required=True),
-    "bos": Field(TOKEN_ID, "a token's id"),
-    "eos": Field(is_list(TOKEN_ID), "a list of tokens' ids"),
-    "tokenizer_files": Field(is_dict(TOKENIZER_FILE, SHA256), "tokenizer files with SHA-256"),
-    "xz_bits_per_byte": Field(is_rate, "a number of bits"),
-    "script": Field(is_text(r"data/\w{1,80}/prepare\.py"), "data/NAME/prepare.py"),
-    "python": Field(is_text(r"[\w.+-]{1,40}"), "a version"),
-    "files": Field(is_dict(is_text("train|val"), TOKEN_FILES), "train and val with their .bin files", required=True),
+    "tokenizer": is_text(r"[\w.-]{1,80}"),
+    "vocab_size": is_whole(1, 2**31),
+    "dtype": is_text("uint16|uint32"),
+    "end_of_text": TOKEN_ID,
+    "bos": TOKEN_ID,
+    "eos": is_list(TOKEN_ID),
+    "tokenizer_files": is_dict(TOKENIZER_FILE, SHA256),
+    "xz_bits_per_byte": is_rate,
+    "script": is_text(r"data/\w{1,80}/prepare\.py"),
+    "python": is_text(r"[\w.+-]{1,40}"),
+    "files": is_dict(is_text("train|val"), TOKEN_FILES),
 }
 for split in SPLITS:
-    FIELDS[f"{split}_sha256"] = Field(SHA256, "a SHA-256")
+    FIELDS[f"{split}_sha256"] = SHA256
     for unit in ("documents", "tokens", "bytes", "targets"):
-        FIELDS[f"{split}_{unit}"] = Field(is_whole(0, 2**53), "a whole number")
+        FIELDS[f"{split}_{unit}"] = is_whole(0, 2**53)
 
 
 def check_meta(content: Any, where: str | Path) -> dict:
     """The FIELDS of a dataset's description, without any others. Raises ValueError for one that is missing or wrong."""
     if not isinstance(content, dict):
         raise ValueError(f"{where} does not describe a dataset: it holds {reprlib.repr(content):.60}")
-    missing = [name for name, field in FIELDS.items() if field.required and name not in content]
+    missing = [name for name in REQUIRED if name not in content]
     if missing:
         raise ValueError(f"{where} does not describe a dataset: it lacks {', '.join(missing)}")
     meta = {name: value for name, value in content.items() if name in FIELDS}
     for name, value in meta.items():
-        if not FIELDS[name].is_valid(value):
-            raise ValueError(f"{where} has {name} {reprlib.repr(value):.60}, expected {FIELDS[name].expected}")
-    for name, needed in (("train_targets", "val_targets"), ("xz_bits_per_byte", "val_bytes")):
-        if name in meta and not meta.get(needed):
-            raise ValueError(f"{where} has {name}, but no {needed}")
+        if not FIELDS[name](value):
+            raise ValueError(f"{where} has {name} {reprlib.repr(value):.60}: no valid value of this field")
+    if ("train_targets" in meta) != ("val_targets" in meta):
+        raise ValueError(f"{where} has train_targets or val_targets, but not both")
+    if "xz_bits_per_byte" in meta and not meta.get("val_bytes"):
+        raise ValueError(f"{where} has xz_bits_per_byte, but no val_bytes")
     largest = max(meta["end_of_text"], meta.get("bos", 0), *meta.get("eos", []))
     if largest >= meta["vocab_size"]:
         raise ValueError(f"{where} has the special token {largest}, but vocab_size is {meta['vocab_size']}")

@@ -177,11 +177,6 @@ def test_any_split_of_a_step_gives_the_same_loss_and_gradients(model, chats):
         assert_same_step(gradients(model, batches, weights), whole)
 
 
-def test_where_every_token_is_a_target_weights_are_one(text_data):
-    train, _ = open_dataset(text_data, 32, seed=0)
-    assert train.weights(5, 3, 2).tolist() == [1.0, 1.0, 1.0] and not train.packing
-
-
 def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
     common = CHAT | dict(dataset=chats, eval_iters=5)
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")

@@ -141,12 +141,8 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
 NOT_TEXT = {
     "latin1.txt": (b"caf\xe9", "is not UTF-8 text"),
     "utf16.txt": ("text".encode("utf-16"), "is binary or UTF-16"),
-    "a.parquet": (b"PAR1" + bytes(9), "is binary or UTF-16"),
     "pointer.txt": (LFS_POINTER, "git lfs pull"),
     "pointer.jsonl": (LFS_POINTER, "git lfs pull"),
-    "pointer.json": (LFS_POINTER, "git lfs pull"),
-    "pointer.jsonl.gz": (LFS_POINTER, "git lfs pull"),
-    "latin1.json": (b'[{"text": "caf\xe9"}]', "is not UTF-8 text"),
     "a.zst": (b"text", "is damaged"),
     "empty.gz": (b"", "is cut off"),
 }
@@ -176,8 +172,7 @@ def test_an_array_is_read_element_by_element_as_json_reads_it_whole(monkeypatch,
     assert found == [(f"a.json[{i}]", value) for i, value in enumerate(json.loads(content))]
 
 
-WRONG_ARRAYS = ["[{}", "[{},", "[{}]]", "[{}][{}]", "[{}}", '[{}, "a', "[{}, nul]", "[{}: 1]", "[{}, 'a']"]
-WRONG_ARRAYS += ["[{}, " + "[" * 100_000, "{}]", "{} {"]
+WRONG_ARRAYS = ["[{}", "[{},", "[{}]]", "[{}][{}]", "[{}: 1]", "[{}, " + "[" * 100_000, "{}]", "{} {"]
 
 
 @pytest.mark.parametrize("content", WRONG_ARRAYS, ids=lambda content: content[:20])
@@ -211,7 +206,7 @@ def test_a_document_longer_than_a_chunk_stays_whole(read, monkeypatch, limit, na
     assert read({name: form("<|endoftext|>\n".join(documents).encode())}) == sorted(documents)
 
 
-@pytest.mark.parametrize("position", [0, 1, 5, 12, 13, 14, 20])
+@pytest.mark.parametrize("position", [0, 1, 13, 20])
 @pytest.mark.parametrize("reach", [2**20, 8000])
 def test_an_end_of_text_line_split_over_two_reads_is_found(read, position, reach):
     before = "a" * (reach - position - 1) + "\n"  # the line begins `position` characters before the end of a read
@@ -243,7 +238,6 @@ read = {
     "strict": lambda: list(documents("strict")),
     "skip": lambda: print(list(documents("skip"))),
     "whole": lambda: whole_text(path),
-    "count": lambda: print(sum(map(len, documents("strict")))),
 }
 try:
     read[sys.argv[2]]()
@@ -256,7 +250,7 @@ LONG = 400 * MIB  # characters of a line
 
 
 def long_line(compress):
-    """A line of LONG characters before a short one. One frame of zstd; many of others, whose compression is slow."""
+    """A line of LONG characters before a short one, in one frame of zstd or many of gzip."""
     end = b'"}\n{"text": "short"}\n'
     if compress is zstd:
         return zstd(b'{"text": "' + b"a" * LONG + end)
@@ -279,24 +273,14 @@ def wide_dictionary():
 
 BOMBS = {
     "a.jsonl.zst": (lambda: long_line(zstd), "strict", "a.jsonl.zst:1 is a line of more than 33,554,432 bytes"),
-    "b.jsonl.gz": (lambda: long_line(gzip.compress), "strict", "b.jsonl.gz:1 is a line of more than"),
-    "c.jsonl.xz": (lambda: long_line(lzma.compress), "strict", "c.jsonl.xz:1 is a line of more than"),
-    "d.jsonl.bz2": (lambda: long_line(bz2.compress), "strict", "d.jsonl.bz2:1 is a line of more than"),
     "e.jsonl.gz": (lambda: long_line(gzip.compress), "skip", "['short']"),
     "f.json.zst": (
         lambda: zstd(b'[{"text": "' + b"a" * LONG + b'"}]'),
         "strict",
         "[0] is not JSON, ends early",
     ),
-    "g.json.zst": (lambda: zstd(b'[{"text": "short"}, ' + b" " * LONG + b"]"), "count", "5"),
     "h.txt.zst": (lambda: zstd(b"a" * LONG), "whole", "h.txt.zst has more than 33,554,432 bytes of text"),
-    "i.txt.zst": (lambda: zstd(b"a" * LONG), "count", str(LONG)),
     "j.txt.zst": (lambda: zstd(b"a\n<|endoftext|>\n" + b"a" * LONG), "strict", "a document of more than 33,554,432"),
-    "k.txt.zst": (
-        lambda: zstd(b"a\n" * (LONG // 2) + b"<|endoftext|>\n"),
-        "count",
-        "before its first end-of-text line",
-    ),
     "l.jsonl.zst": (wide_window, "strict", "l.jsonl.zst is damaged, or needs too much memory"),
     "m.jsonl.xz": (wide_dictionary, "strict", "m.jsonl.xz is damaged, or needs too much memory"),
 }
@@ -363,8 +347,3 @@ def test_zeros_between_the_streams_of_an_xz_file_and_at_its_end_are_padding(tmp_
     zeros = bytes(n_zeros)
     padded = lzma.compress(LINES) + zeros + lzma.compress(LINES) + zeros
     assert content_of(tmp_path / "a.xz", padded) == LINES + LINES
-
-
-def test_a_zstd_file_may_begin_with_a_frame_to_skip(tmp_path):
-    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"  # as pzstd writes it
-    assert content_of(tmp_path / "a.zst", skipped + zstd(LINES)) == LINES

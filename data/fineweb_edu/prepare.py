@@ -47,11 +47,11 @@ def list_files(input: Path | None, sample: str) -> list[str]:
     return files
 
 
-def fetch(name: str) -> Path:
-    """Download a file of the hub, or take it from its cache."""
+def download(name: str) -> str:
+    """The path of a file of the hub in its cache."""
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(REPO, name, repo_type="dataset"))
+    return hf_hub_download(REPO, name, repo_type="dataset")
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def prepare(
             if counts is None:
                 record = folder / f"shard{suffix}.json"
                 record.unlink(missing_ok=True)
-                path = fetch(name) if input is None else Path(name)
+                path = Path(name if input else download(name))
                 documents = read_documents(path, field, val_fraction, bad)
                 progress = Progress(f"{number + 1}/{len(files)} {path.name} ")
                 counts = write_tokens(folder, documents, encoding, suffix, workers, progress)

@@ -46,13 +46,11 @@ def read_sources(stdlib: Path) -> dict[str, str]:
 
 def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     """Write the dataset into `folder` from `stdlib` (default: the running Python's); return its meta.json."""
-    stdlib = Path(stdlib or sysconfig.get_path("stdlib"))
-    names = read_sources(stdlib)
+    names = read_sources(Path(stdlib or sysconfig.get_path("stdlib")))
     # split by a hash of the name: a file that a Python update changes or adds does not move the others
     documents = [(split_of(name, VAL_FRACTION), source) for source, name in names.items()]
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra=extra)
-    print(f"{stdlib}: {len(names):,} files")
     print_summary(folder, meta)
     return meta
 

@@ -70,7 +70,10 @@ def read_text(path: Path, chunk_chars: int, bad: Bad) -> Iterator[str]:
     try:
         with open_input(path) as opened:
             file = io.BufferedReader(opened, ROW_BYTES)
-            is_separated = has_separator(file, path)
+            head = file.peek()  # as much as the buffer holds, also from a slow pipe
+            if b"\0" in head[:8000]:  # git's rule
+                raise Unreadable(f"{path} is binary or UTF-16, with zero bytes: text is read as UTF-8")
+            is_separated = SEPARATOR.search(head.decode("utf-8-sig", "replace"))
             # newline="\n" leaves \r\n alone; utf-8-sig drops a byte order mark
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
             yield from read_separated(text, path) if is_separated else read_chunks(text, path, chunk_chars)
@@ -78,14 +81,6 @@ def read_text(path: Path, chunk_chars: int, bad: Bad) -> Iterator[str]:
         bad(str(error))
     except UnicodeDecodeError as error:
         bad(f"{path} is not UTF-8 text: {error}")
-
-
-def has_separator(file: io.BufferedReader, path: Path) -> bool:
-    """Whether an end-of-text line is in the buffer, which peek() fills, also from a slow pipe."""
-    head = file.peek()
-    if b"\0" in head[:8000]:  # git's rule
-        raise Unreadable(f"{path} is binary or UTF-16, with zero bytes: text is read as UTF-8")
-    return SEPARATOR.search(head.decode("utf-8-sig", "replace")) is not None
 
 
 def read_separated(text: TextIO, path: Path) -> Iterator[str]:
