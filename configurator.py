@@ -32,6 +32,14 @@ WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
 
 
+FORMER = {  # names of settings in older versions
+    "fused_kernels": "it is now kernels=none, blocks or all", "fused_loss": "it is now kernels=none, blocks or all",
+    "base_dtype": "it is now quantize_base=none or nf4", "galore_interval": "it is now a constant",
+    "galore_scale": "it is now always 1", "beta1": "it is now a constant", "beta2": "it is now a constant",
+    "wandb_project": "set WANDB_PROJECT instead", "wandb_run_name": "set WANDB_NAME instead",
+}  # fmt: skip
+
+
 class SettingError(Exception):
     """A user error; its message is printed without a traceback."""
 
@@ -204,6 +212,8 @@ def check(label: str, options: list, *readings):
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
+    if name in FORMER:
+        hint = f": {FORMER[name]}"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 

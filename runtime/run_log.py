@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.files import atomic_write, display_path, open_to_write, write_json
+from data.files import atomic_write, display_path, open_to_write, read_small, write_json
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
@@ -165,7 +166,10 @@ class RunLog:
         options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
         path = self.out_dir / "wandb_id"
         if first_step and path.exists():
-            options |= {"id": path.read_text(), "resume": "allow"}
+            run_id = read_small(path, limit=100).decode("latin1")
+            if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
+                raise ValueError(f"{path} holds no wandb run's id: remove it, and this run gets a new one")
+            options |= {"id": run_id, "resume": "allow"}
         try:
             import wandb
 
@@ -188,8 +192,11 @@ class RunLog:
     def record(self, metrics: dict) -> None:
         if rank or not self.file:  # eval_only writes nothing
             return
-        self.file.write(json.dumps(metrics) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+        except OSError as error:  # a full disk: training goes on
+            print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:
             self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
 

@@ -210,3 +210,20 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
         log.close()
     new = dict(project="nanocria", config={"seed": 1})
     assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"../a", b"a" * 1000])
+def test_a_file_that_holds_no_wandb_id_gets_a_sentence(tmp_path, capsys, content):
+    (tmp_path / "wandb_id").write_bytes(content)
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    with pytest.raises(SystemExit):
+        log.open(3, None, {})
+    assert "wandb_id" in capsys.readouterr().err
+
+
+def test_a_full_disk_does_not_stop_the_log(tmp_path, capsys):
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    log.open(0, None, None)
+    log.file = open("/dev/full", "w")  # noqa: SIM115
+    log.record({"step": 1})
+    assert "/dev/full: No space left on device" in capsys.readouterr().out
