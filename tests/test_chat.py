@@ -518,6 +518,15 @@ def test_marks_that_no_answer_can_be_told_by_are_refused(reads):
         reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
 
 
+@pytest.mark.parametrize("key, refused, fine", [
+    ("label", False, True), ("kto_tag", False, True), ("weight", 0, 1.0), ("train", False, True), ("images", ["a"], []),
+])  # fmt: skip
+def test_a_row_that_says_that_it_is_not_to_be_learned_is_refused(key, refused, fine):
+    assert read_row({"messages": [Q, A], key: fine}).ignored == []
+    with pytest.raises(ValueError, match=f"its {key} says"):
+        read_row({"messages": [Q, A], key: refused})
+
+
 def test_formats_and_keys_that_nothing_reads_are_printed_and_counted_in_bounded_memory(written, capsys):
     turns = [{"from": "human", "value": "?", "mood": 1}, {"from": "gpt", "value": "b", "name": "x"}]
     rows = [{"conversations": turns, "id": i} for i in range(1200)]

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
-ROW_KEYS = {"tools", "system", "chat_template_kwargs"}
+ROW_FLAGS = ("weight", "train", "label", "kto_tag")  # of a row: 0 refuses it. label is TRL's, kto_tag LLaMA-Factory's
+MEDIA = ("images", "videos", "audios")  # which refuse a row, too
+ROW_KEYS = {"tools", "system", "chat_template_kwargs", *ROW_FLAGS, *MEDIA}
 MOST_IGNORED = 100  # names of ignored keys that are counted
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -47,6 +49,9 @@ def read_row(row: Any) -> Conversation:
         raise ValueError(f"found an object with {', '.join(row) or 'nothing':.80}, expected {EXPECTED}")
     if len(fitting) > 1:
         raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
+    for key in row:
+        if (key in ROW_FLAGS and row[key] == 0) or (key in MEDIA and row[key]):
+            raise ValueError(f"its {key} says that it is no text to learn")
     [name] = fitting
     keys, more_keys, read_messages = FORMATS[name]
     messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
