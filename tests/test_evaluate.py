@@ -164,7 +164,7 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
         out, said = sample(**settings)
         assert expected in said and not out, f"{said}, expected {expected}"
     none = tmp_path / "none.txt"
-    assert sample(**settings | {"evaluate": none})[1].startswith(f"{none} cannot be read: No such file or directory")
+    assert sample(**settings | {"evaluate": none})[1] == f"[Errno 2] No such file or directory: '{none}'"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
