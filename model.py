@@ -33,7 +33,7 @@ from kernels.execution import Execution
 from kernels.offload_activations import OffloadedActivations
 from kernels.recompute import recomputed
 
-ACTIVATION = "silu"  # of the MLP's gate; kernels/glu.py also has gelu_tanh and gelu
+ACTIVATION = "silu"  # of the MLP's gate; kernels/glu.py also has gelu_tanh
 # config.json's model_type. Rename it when you change what this file computes: other software then refuses the weights,
 # instead of computing something else with them. Another ACTIVATION, and new weights (OWN in runtime/hf_names.py),
 # rename it by themselves.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import model
 from model import LlamaConfig, rope_tables
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def rotate(x, cos, sin):

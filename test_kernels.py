@@ -35,7 +35,7 @@ if INTERPRETED:
     cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter is slow on long rows
 BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss handles at once
 DEVICE = "cuda" if HAS_GPU else "cpu"
-EPS = 1e-5
+EPS = 3e-2  # not the default, so that one that is not passed on shows
 WIDE = 2 * BLOCK + 4  # a row for which any loop over blocks takes at least three steps
 FP16 = torch.float16
 BF16 = torch.bfloat16
@@ -227,12 +227,10 @@ OPERATIONS = {
         partial(add_norm_mlp, eps=EPS, save_gate_up=False, chunks=3, activation="gelu_tanh"),
         partial(add_norm_mlp_oracle, activation=partial(F.gelu, approximate="tanh")),
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
-    "swiglu": Operation(partial(kernels.swiglu), partial(glu_oracle, activation=F.silu), gate_up_inputs),
-    "geglu_tanh": Operation(
-        partial(kernels.geglu, approximate="tanh"),
+    "swiglu": Operation(partial(kernels.glu), partial(glu_oracle, activation=F.silu), gate_up_inputs),
+    "geglu": Operation(
+        partial(kernels.glu, activation="gelu_tanh"),
         partial(glu_oracle, activation=partial(F.gelu, approximate="tanh")), gate_up_inputs),
-    "geglu_none": Operation(
-        partial(kernels.geglu, approximate="none"), partial(glu_oracle, activation=F.gelu), gate_up_inputs),
     "cross_entropy": Operation(
         partial(kernels.cross_entropy), cross_entropy_oracle,
         lambda n, v, dtype: ((3 * randn(n, v, dtype=dtype),), (loss_targets(n, v),))),
@@ -377,10 +375,8 @@ def in_another_process(code, **environment):
     return done.stdout
 
 
-SHAPES = [
-    (5, 1, FP32), (7, 3, FP32), (1, 64, FP16), (6, 70, FP16), (6, 70, BF16), (6, 128, FP64),
-    (37, 257, FP16), (6, WIDE, FP32), (9, WIDE, BF16),
-]  # fmt: skip
+# One row and one column; a multiple of every tile; remainders; several tiles of rows, and of columns, a program.
+SHAPES = [(5, 1, FP32), (1, 64, FP16), (6, 70, FP32), (6, 128, FP64), (33, 257, FP16), (5, WIDE, BF16)]
 
 
 @each_operation
@@ -425,33 +421,30 @@ def shifted(x):
 
 
 @each_operation
-@pytest.mark.parametrize("restride", [spread_rows, reversed_dimensions, shifted])
-def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
+def test_strides_of_inputs_and_gradients_change_nothing(name):
     function, inputs, constants, upstream = arguments_of(name)
     if name == "linear_cross_entropy":  # small integers, so that no order of a matmul's sum rounds
         inputs = [x.round() for x in inputs]
     packed = run(function, [x.contiguous() for x in inputs], constants, upstream)
-    ours = run(
-        function,
-        [restride(x) for x in inputs],
-        [restride(t) if t.is_floating_point() else restride(t.double()).to(t.dtype) for t in constants],
-        [restride(g) if g.ndim else g for g in upstream],
-    )
-    # Natively, a strided row lies differently in registers: its sum has another order. Attention packs its inputs.
-    if name in MATMULS or (HAS_GPU and "attention" not in name):
-        for a, b in zip(ours, packed, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    else:
-        assert_same(ours, packed, restride.__name__)
+    for restride in (spread_rows, reversed_dimensions, shifted):
+        ours = run(
+            function,
+            [restride(x) for x in inputs],
+            [restride(t) if t.is_floating_point() else restride(t.double()).to(t.dtype) for t in constants],
+            [restride(g) if g.ndim else g for g in upstream],
+        )
+        # Natively, a strided row lies differently in registers: its sum has another order. Attention packs its inputs.
+        if name in MATMULS or (HAS_GPU and "attention" not in name):
+            for a, b in zip(ours, packed, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same(ours, packed, restride.__name__)
 
 
 @each_operation
 def test_gradients_of_stride_0(name):
     _, inputs, constants, upstream = arguments_of(name)
     assert_matches_float64(OPERATIONS[name], inputs, constants, [randn().expand(y.shape) for y in upstream])
-    if upstream[0].ndim:
-        rows = [randn(*y.shape[:-1], 1).expand(y.shape) for y in upstream]
-        assert_matches_float64(OPERATIONS[name], inputs, constants, rows)
 
 
 @each_operation
@@ -469,7 +462,7 @@ def test_zero_rows_give_empty_results_and_zero_weight_gradients(name):
 
 
 @pytest.mark.parametrize("name", ROW_OPERATIONS)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 def test_a_row_with_nan_or_inf_changes_no_other_row(name, poison):
     function, inputs, constants, upstream = arguments_of(name)
     clean = run(function, inputs, constants, upstream)
@@ -559,9 +552,8 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(name):
     function, inputs, constants, upstream = arguments_of(name)
     full = run(function, inputs, constants, upstream)[len(upstream) :]
     each = range(len(inputs))
-    alone = {(i,) for i in each}
     all_but_one = {tuple(i for i in each if i != other) for other in each}
-    for needed in alone | all_but_one - {()}:
+    for needed in (all_but_one | {(0,)}) - {()}:
         leaves = [x.detach().clone().requires_grad_(i in needed) for i, x in enumerate(inputs)]
         outputs = as_tuple(function(*leaves, *constants))
         live = [(y, g) for y, g in zip(outputs, upstream, strict=True) if y.requires_grad]

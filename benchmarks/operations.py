@@ -178,14 +178,14 @@ ROPE = Operation(
 # --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the others get two. ---
 
 
-def glu(name, **others):
+def glu(activation, **others):
     return Operation(
         dims="N F",
         sizes=[(16384, 8192), (16384, 14336), (4096, 16384)],
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
-        functions={"nanocria": getattr(kernels, name), **others},
-        reference=getattr(reference, name),
+        functions={"nanocria": partial(kernels.glu, activation=activation), **others},
+        reference=partial(reference.glu, activation=activation),
         unpack=lambda gate_up: [half.contiguous() for half in gate_up.chunk(2, dim=-1)],
     )
 
@@ -464,9 +464,9 @@ OPERATIONS = {
         liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, EPS)),
     "rope": ROPE,
     "swiglu": glu(
-        "swiglu", eager=lambda gate, up: F.silu(gate) * up, liger=lambda gate, up: liger.liger_swiglu(gate, up)),
+        "silu", eager=lambda gate, up: F.silu(gate) * up, liger=lambda gate, up: liger.liger_swiglu(gate, up)),
     "geglu": glu(
-        "geglu", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+        "gelu_tanh", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         liger=lambda gate, up: liger.liger_geglu(gate, up)),
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,

@@ -15,7 +15,7 @@ from .decode_attention import decode_attention
 from .flash_attention import flash_attention
 from .fp8_linear import FP8Linear, fp8_linear, use_fp8
 from .fp8_lora_linear import FP8LoRALinear, FP8NF4LoRALinear
-from .glu import geglu, swiglu
+from .glu import glu
 from .linear import Linear, linear
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_linear import LoRALinear

@@ -25,12 +25,11 @@ clipping factor computed on the GPU need not go through the CPU.
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """
 
-import ctypes
 import math
 
 import torch
 
-from .c_library import c_library
+from .c_library import update_in_c
 from .launch import tl, triton, use_triton
 
 
@@ -47,9 +46,21 @@ def split_halves(w: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) ->
     low.copy_(bits - high.bitwise_left_shift_(16))
 
 
+def read_master(parameter, w):
+    """w as floating-point numbers: joined from its halves, or as it is."""
+    return merge_halves(parameter, w) if w.dtype == torch.int16 else w
+
+
+def write_master(whole, parameter, w):
+    """The new w: into both halves, or, as it is w already, rounded to the parameter."""
+    if w.dtype == torch.int16:
+        split_halves(whole, parameter, w)
+    elif parameter is not w:
+        parameter.copy_(w)
+
+
 def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay):
-    halves = w.dtype == torch.int16
-    whole = merge_halves(parameter, w) if halves else w
+    whole = read_master(parameter, w)
     scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
     g = grad.to(m.dtype) * scale
     new_m = m.lerp(g, 1 - beta1)
@@ -57,10 +68,7 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
     step = new_m * m_correction / (new_v.sqrt() * sqrt_v_correction + eps) + weight_decay * whole
     for old, new in ((m, new_m), (v, new_v), (whole, whole - lr * step)):
         old.copy_(torch.where(torch.isfinite(scale), new, old))
-    if halves:
-        split_halves(whole, parameter, w)
-    elif parameter is not w:
-        parameter.copy_(w)
+    write_master(whole, parameter, w)
 
 
 @triton.jit
@@ -112,18 +120,20 @@ def _adamw_kernel(
     store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
-def must_fit(x: torch.Tensor, shape, dtype: torch.dtype | None = None) -> None:
-    """Asserts that x is contiguous and has this shape and dtype (None: any)."""
-    fits = x.shape == shape and x.dtype == (dtype or x.dtype) and x.is_contiguous()
-    assert fits, (x.dtype, x.shape, x.stride(), dtype, shape)
+def must_fit(shape, dtype: torch.dtype | None, *tensors: torch.Tensor) -> None:
+    """Asserts that the tensors are contiguous and have this shape and dtype (None: any)."""
+    for x in tensors:
+        fits = x.shape == shape and x.dtype == (dtype or x.dtype) and x.is_contiguous()
+        assert fits, (x.dtype, x.shape, x.stride(), dtype, shape)
 
 
-def _must_fit(parameter, grad, w, m, v, w_dtype):
-    must_fit(parameter, parameter.shape)
-    must_fit(grad, parameter.shape)
-    must_fit(w, parameter.shape, w_dtype)
-    must_fit(m, parameter.shape, torch.float32)
-    must_fit(v, parameter.shape, torch.float32)
+def master_format(parameter: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """The parameter and the constants that load_master and store_master take for these two. Asserts that they fit."""
+    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
+    must_fit(parameter.shape, None, parameter)
+    must_fit(parameter.shape, torch.int16 if halves else torch.float32, w)
+    apart = not halves and parameter.data_ptr() != w.data_ptr()
+    return parameter.view(torch.int16) if halves else parameter, {"HALVES": halves, "APART": apart}
 
 
 @torch.no_grad()
@@ -145,65 +155,28 @@ def adamw(
     may be parameter itself; or, if parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32
     (4,), as above; if its scale is not finite, nothing changes.
     """
-    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    _must_fit(parameter, grad, w, m, v, torch.int16 if halves else torch.float32)
-    must_fit(step_scalars, (4,), torch.float32)
+    bits, master = master_format(parameter, w)
+    must_fit(parameter.shape, None, grad)
+    must_fit(parameter.shape, torch.float32, m, v)
+    must_fit((4,), torch.float32, step_scalars)
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n = parameter.numel()
     block = 1024  # best of 512..4096 x 4..8 warps on H200, by 2%
-    apart = not halves and parameter.data_ptr() != w.data_ptr()
     _adamw_kernel[(triton.cdiv(n, block),)](
-        parameter.view(torch.int16) if halves else parameter, grad, w, m, v, step_scalars, n,
-        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
-        HALVES=halves, APART=apart, BLOCK=block, num_warps=4,
+        bits, grad, w, m, v, step_scalars, n,
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, **master, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-CPU_PIECE = 2**18  # elements at a time in PyTorch, without adamw.c; best of 2^14..2^22 on 2 cores
-C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
-
-
 @torch.no_grad()
-def adamw_on_cpu(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    w: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    lr: float,
-    t: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The same step on the CPU with all threads, by adamw.c if it could be built: one pass over the five tensors.
+def adamw_on_cpu(parameter, grad, w, m, v, scale, lr, t, beta1, beta2, eps, weight_decay):
+    """The same step on the CPU with all threads, by adamw.c: one pass over the five tensors.
 
     Tensors as for adamw, on the CPU, w always fp32; parameter may be grad itself, which is read before it is written.
     t: the number of this update, from 1. The caller skips updates whose scale is not finite.
     """
-    tensors = parameter, grad, w, m, v
-    _must_fit(*tensors, torch.float32)
-    if parameter.dtype == torch.float16:  # not every C compiler has it. A piece of the master is also the parameter
-        for half, g, *state in zip(*(x.view(-1).split(CPU_PIECE) for x in tensors), strict=True):
-            adamw_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
-            half.copy_(state[0])
-        return
-    known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
-    library = c_library("adamw.c") if known else None
-    if library is None:
-        return adamw_in_pieces(*tensors, scale, lr, t, beta1, beta2, eps, weight_decay)
-    step = getattr(library, f"adamw_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
+    must_fit(parameter.shape, None, parameter, grad)
+    must_fit(parameter.shape, torch.float32, w, m, v)
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), 1 - beta1, 1 - beta2, eps, weight_decay
-    sizes = ctypes.c_int64(w.numel()), ctypes.c_int(torch.get_num_threads())
-    step(*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *sizes, *map(ctypes.c_float, scalars))
-
-
-def adamw_in_pieces(parameter, grad, w, m, v, scale, lr, t, beta1, beta2, eps, weight_decay):
-    """The same step by PyTorch: a fifth as fast, for machines without a C compiler."""
-    scalars = torch.tensor((scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)), dtype=torch.float32)
-    pieces = (x.view(-1).split(CPU_PIECE) for x in (parameter, grad, w, m, v))
-    for piece in zip(*pieces, strict=True):
-        adamw_reference(*piece, scalars, beta1, beta2, eps, weight_decay)
+    update_in_c("adamw", parameter, grad, (w, m, v), scalars)

@@ -23,15 +23,14 @@ That is 0.54 of adamw's 26n. On one H200, where a copy of as many bytes is 100%:
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
 
-import ctypes
 import math
 
 import torch
 
-from .adamw import C_NAMES, load_master, merge_halves, must_fit, split_halves, store_master
-from .c_library import c_library
+from .adamw import load_master, master_format, must_fit, read_master, store_master, write_master
+from .c_library import update_in_c
 from .dynamic_map import (
-    BLOCK,
+    ABSMAX_BLOCK,
     dequantize_blocks,
     dequantize_blocks_reference,
     quantization_tables,
@@ -44,8 +43,7 @@ from .launch import tl, triton, use_triton
 def adamw8bit_reference(
     parameter, grad, w, m, v, m_absmax, v_absmax, step_scalars, beta1, beta2, eps, weight_decay
 ):  # fmt: skip
-    halves = w.dtype == torch.int16
-    whole = merge_halves(parameter, w) if halves else w
+    whole = read_master(parameter, w)
     scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
     g = grad.float() * scale
     exact_m = dequantize_blocks_reference(m, m_absmax, signed=True)
@@ -60,10 +58,7 @@ def adamw8bit_reference(
     after = new_m, new_v, new_m_absmax, new_v_absmax, whole - lr * step
     for old, new in zip(before, after, strict=True):
         old.copy_(torch.where(torch.isfinite(scale), new, old))
-    if halves:
-        split_halves(whole, parameter, w)
-    elif parameter is not w:
-        parameter.copy_(w)
+    write_master(whole, parameter, w)
 
 
 @triton.jit
@@ -103,15 +98,10 @@ def _adamw8bit_kernel(
     store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
-def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, w_dtype):
-    n_blocks = -(-parameter.numel() // BLOCK)
-    must_fit(parameter, parameter.shape)
-    must_fit(grad, parameter.shape)
-    must_fit(w, parameter.shape, w_dtype)
-    must_fit(m, parameter.shape, torch.uint8)
-    must_fit(v, parameter.shape, torch.uint8)
-    must_fit(m_absmax, (n_blocks,), torch.float32)
-    must_fit(v_absmax, (n_blocks,), torch.float32)
+def _must_fit(shape, grad, m, v, m_absmax, v_absmax):
+    must_fit(shape, None, grad)
+    must_fit(shape, torch.uint8, m, v)
+    must_fit((-(-grad.numel() // ABSMAX_BLOCK),), torch.float32, m_absmax, v_absmax)
 
 
 @torch.no_grad()
@@ -136,66 +126,34 @@ def adamw8bit(
     memory order; the last block may be shorter. All zero before the first step. step_scalars: fp32 (4,), as in
     adamw.py; if its scale is not finite, nothing changes.
     """
-    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    tensors = parameter, grad, w, m, v, m_absmax, v_absmax
-    _must_fit(*tensors, torch.int16 if halves else torch.float32)
-    must_fit(step_scalars, (4,), torch.float32)
+    bits, master = master_format(parameter, w)
+    tensors = grad, w, m, v, m_absmax, v_absmax
+    _must_fit(parameter.shape, grad, m, v, m_absmax, v_absmax)
+    must_fit((4,), torch.float32, step_scalars)
     if not use_triton(parameter):
-        return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
+        return adamw8bit_reference(parameter, *tensors, step_scalars, beta1, beta2, eps, weight_decay)
     blocks = 4  # one warp each: 8 elements per thread, 16 bytes at a time
     tables = *quantization_tables(True, parameter.device), *quantization_tables(False, parameter.device)
     _adamw8bit_kernel[(triton.cdiv(len(m_absmax), blocks),)](
-        parameter.view(torch.int16) if halves else parameter, *tensors[1:], step_scalars, *tables, parameter.numel(),
-        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, HALVES=halves,
-        APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=BLOCK, BLOCKS=blocks,
+        bits, *tensors, step_scalars, *tables, parameter.numel(),
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, **master, BLOCK=ABSMAX_BLOCK, BLOCKS=blocks,
         ZERO=127,  # m's code of 0, after 127 negative values
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-CPU_CHUNK = 2**20  # elements at a time, in whole blocks
-
-
 @torch.no_grad()
 def adamw8bit_on_cpu(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    w: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    m_absmax: torch.Tensor,
-    v_absmax: torch.Tensor,
-    scale: float,
-    lr: float,
-    t: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The same step on the CPU with all threads, by adamw8bit.c if it could be built, in one pass.
+    parameter, grad, w, m, v, m_absmax, v_absmax, scale, lr, t, beta1, beta2, eps, weight_decay
+):  # fmt: skip
+    """The same step on the CPU with all threads, by adamw8bit.c, in one pass.
 
     Tensors as for adamw8bit, on the CPU, w always fp32; parameter may be grad itself, which is read before it is
     written. t: the number of this update, from 1. The caller skips updates whose scale is not finite.
     """
-    tensors = parameter, grad, w, m, v, m_absmax, v_absmax
-    _must_fit(*tensors, torch.float32)
-    scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
-    known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
-    library = c_library("adamw8bit.c") if known else None
-    if library is None:
-        chunks = [x.view(-1).split(CPU_CHUNK) for x in tensors[:5]]
-        chunks += [x.split(CPU_CHUNK // BLOCK) for x in tensors[5:]]
-        for p, g, *state in zip(*chunks, strict=True):
-            if p.dtype == torch.float16:  # as in adamw_on_cpu
-                adamw8bit_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
-                p.copy_(state[0])
-            else:
-                step_scalars = torch.tensor(scalars, dtype=torch.float32)
-                adamw8bit_reference(p, g, *state, step_scalars, beta1, beta2, eps, weight_decay)
-        return
+    must_fit(parameter.shape, None, parameter)
+    must_fit(parameter.shape, torch.float32, w)
+    _must_fit(parameter.shape, grad, m, v, m_absmax, v_absmax)
     tables = *quantization_tables(True, w.device), *quantization_tables(False, w.device)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (*tensors, *tables))
-    sizes = ctypes.c_int64(w.numel()), ctypes.c_int(torch.get_num_threads())
-    floats = map(ctypes.c_float, (*scalars, 1 - beta1, 1 - beta2, eps, weight_decay))
-    getattr(library, f"adamw8bit_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")(*pointers, *sizes, *floats)
+    scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), 1 - beta1, 1 - beta2, eps, weight_decay
+    update_in_c("adamw8bit", parameter, grad, (w, m, v, m_absmax, v_absmax, *tables), scalars)

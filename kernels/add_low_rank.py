@@ -12,7 +12,7 @@ Not differentiable: fp8_lora_linear.py computes the gradients.
 
 import torch
 
-from .launch import INTERPRETED, refuse_gradient, tl, triton, use_triton
+from .launch import INTERPRETED, tl, triton, use_triton
 
 
 def add_low_rank_reference(y, a, b, first=0):
@@ -43,6 +43,7 @@ def _add_low_rank_kernel(
     tl.store(y_ptrs, total.to(y.dtype), mask=mask)
 
 
+@torch.no_grad()
 def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int = 0) -> torch.Tensor:
     """y (N, C) += a (N, R) b (O, R)ᵀ in its columns first .. first + O, in place; summed in fp32, rounded once.
 
@@ -51,7 +52,6 @@ def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int =
     """
     assert len(y) == len(a) and first + len(b) <= y.shape[1] and a.shape[1] == b.shape[1], (y.shape, a.shape, b.shape)
     assert y.dtype == a.dtype == b.dtype and y.is_contiguous() and a.stride(1) == 1, (y.stride(), a.stride())
-    refuse_gradient("add_low_rank", y, a, b)
     if not use_triton(y):
         return add_low_rank_reference(y, a, b, first)
     if INTERPRETED and y.dtype == torch.bfloat16:  # the interpreter's tl.dot misreads bf16

@@ -37,14 +37,14 @@ class _AddNormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dtotal=None):
         total, norm_weight, rstd, *tensors = ctx.saved_tensors
-        need_dx, need_ddelta, need_dnorm, _, _, *needed = ctx.needs_input_grad
+        _, need_ddelta, need_dnorm, _, _, *needed = ctx.needs_input_grad
         shared = ctx.projection.share(dy, *tensors)
         dx, dnorm, normed = rms_norm_backward(
             ctx.projection.input_gradient(shared, *tensors), dtotal, total, norm_weight, rstd,
-            need_dx or need_ddelta, need_dnorm, need_y=any(needed), overwrite_dy=True,
+            need_dnorm, need_y=any(needed), overwrite_dy=True,
         )  # fmt: skip
         dweights = ctx.projection.weight_gradients(shared, normed, *tensors, needed=needed)
-        return dx if need_dx else None, dx if need_ddelta else None, dnorm, None, None, *dweights
+        return dx, dx if need_ddelta else None, dnorm, None, None, *dweights
 
 
 def add_norm_linear(

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .glu import REFERENCES, glu_backward, glu_forward
+from .glu import glu_backward, glu_forward, glu_reference
 from .launch import as_rows, compute_dtype, refuse_autocast, saved_is_ours, use_triton
 from .linear import Linear, new_sums
 from .recompute import chunks_of
@@ -40,7 +40,7 @@ def add_norm_mlp_reference(
 ):
     def mlp(total):
         normed = rms_norm_reference(total, norm.weight, norm.eps)
-        return down_proj.reference(REFERENCES[activation](gate_up_proj.reference(normed)))
+        return down_proj.reference(glu_reference(gate_up_proj.reference(normed), activation))
 
     total = x if delta is None else x + delta
     if save_gate_up:
@@ -94,7 +94,7 @@ class _AddNormMLP(torch.autograd.Function):
         n = len(gate_up_proj.tensors())
         of_gate_up = tensors[:n]
         of_down = tensors[n:]
-        need_dx, need_ddelta, need_dnorm, *_ = ctx.needs_input_grad
+        _, need_ddelta, need_dnorm, *_ = ctx.needs_input_grad
         needed = ctx.needs_input_grad[-len(tensors) :]
         total_rows = as_rows(total)
         dy_rows = as_rows(dy)
@@ -135,14 +135,14 @@ class _AddNormMLP(torch.autograd.Function):
                 dnormed = gate_up_proj.input_gradient(dgate_up8, *of_gate_up)
             del dgate_up8
         dx, dnorm, normed = rms_norm_backward(
-            dnormed.view(total.shape), dtotal, total, norm_weight, rstd, need_dx or need_ddelta, need_dnorm,
+            dnormed.view(total.shape), dtotal, total, norm_weight, rstd, need_dnorm,
             need_y=not several and any(needed[:n]), overwrite_dy=True,
         )  # fmt: skip
         if several:
             dweights = [None if x is None else x.to(total.dtype) for x in sums]
         else:
             dweights = [*gate_up_proj.weight_gradients(shared, normed, *of_gate_up, needed=needed[:n]), *ddown]
-        return dx if need_dx else None, dx if need_ddelta else None, dnorm, *[None] * 6, *dweights
+        return dx, dx if need_ddelta else None, dnorm, *[None] * 6, *dweights
 
 
 def _take(x, rows: slice | None):
@@ -166,7 +166,7 @@ def add_norm_mlp(
     """(down_proj(act(gate) · up), x + delta), where gate_up_proj(norm(x + delta)) is gate and up (Shazeer, 2020).
 
     x and delta (..., C) of one dtype, or delta None for x alone; norm has a weight (C,) of any dtype and eps; the
-    projections' weights are (2F, C) and (O, F), of x's dtype. activation: 'silu', 'gelu_tanh' or 'gelu'.
+    projections' weights are (2F, C) and (O, F), of x's dtype. activation: 'silu' or 'gelu_tanh'.
     Returns (..., O) and (..., C) in x's dtype. save_gate_up: whether the (..., 2F) projection is kept for backward or
     recomputed. skip_down_proj leaves the first result without memory, for a forward that is rerun for backward, which
     does not read it. chunks: in how many chunks the rows pass through the MLP; more than one only with

@@ -39,7 +39,7 @@ def picks_triton(q: torch.Tensor, backend: str) -> bool:
     return suits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
-def sdpa(q, k, v):
+def pytorch_attention(q, k, v):
     """PyTorch's attention, for q, k and v as in attention()."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
@@ -71,4 +71,4 @@ def attention(
     """
     if doc_starts is not None or (q.shape[1] == k.shape[1] and picks_triton(q, backend)):
         return flash_attention(q, k, v, doc_starts)
-    return sdpa(q, k, v)
+    return pytorch_attention(q, k, v)

@@ -1,4 +1,4 @@
-"""Builds the C files of this folder for the CPU that they run on."""
+"""Builds the C files of this folder for the CPU that they run on, and calls them."""
 
 import ctypes
 import functools
@@ -6,20 +6,17 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-not_used = set()  # files that some rank could not build: all ranks must round alike
+import torch
 
-
-def c_library(name: str) -> ctypes.CDLL | None:
-    """The C file of that name, built by the compiler that Triton also needs; None if that fails on any rank."""
-    return None if name in not_used else build(name)
+C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 
 @functools.cache
-def build(name: str) -> ctypes.CDLL | None:
+def c_library(name: str) -> ctypes.CDLL:
+    """The C file of that name, built by the compiler that Triton also needs. OSError if that fails."""
     installed = filter(shutil.which, ("cc", "gcc", "clang"))
     compiler = shlex.split(os.environ.get("CC", "")) or [next(installed, "no C compiler")]
     # No fused multiply-adds: PyTorch uses none, and compilers fuse different ones.
@@ -32,5 +29,17 @@ def build(name: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(built)
     except (OSError, subprocess.CalledProcessError) as error:
         why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
-        print(f"PyTorch does its work on the CPU, slower: kernels/{name} was not built ({why})", file=sys.stderr)
-        return None
+        raise OSError(f"kernels/{name} was not built, which --offload needs: {why}") from error
+
+
+def update_in_c(name: str, parameter: torch.Tensor, grad: torch.Tensor, tensors: tuple, scalars: tuple) -> None:
+    """Calls NAME.c's update of a parameter with all threads. tensors: its master w, the states, any tables."""
+    if parameter.dtype == torch.float16:  # not every C compiler has it
+        w = tensors[0]
+        update_in_c(name, w, grad.float(), tensors, scalars)
+        parameter.copy_(w)
+        return
+    function = getattr(c_library(f"{name}.c"), f"{name}_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (parameter, grad, *tensors))
+    sizes = ctypes.c_int64(parameter.numel()), ctypes.c_int(torch.get_num_threads())
+    function(*pointers, *sizes, *map(ctypes.c_float, scalars))

@@ -14,7 +14,7 @@ https://pytorch.org/blog/flash-decoding/). No backward.
 import torch
 import torch.nn.functional as F
 
-from .launch import compute_dtype, refuse_gradient, tl, to_compute, triton, use_triton
+from .launch import compute_dtype, tl, to_compute, triton, use_triton
 
 MOST_SPLITS = 32
 
@@ -134,7 +134,7 @@ def decode_attention(
     assert k.shape == v.shape == (n_batch, 1, n_kv_head, head_dim), (k.shape, v.shape, k_cache.shape)
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(), v_cache.shape
     assert lengths.shape == (n_batch,), lengths.shape
-    refuse_gradient("decode_attention", q, k, v)
+    assert not (torch.is_grad_enabled() and q.requires_grad), "decode_attention has no backward"
     if not use_triton(q):
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
     group = n_head // n_kv_head

@@ -27,7 +27,7 @@ import torch
 
 from .launch import magnitude, tl, triton
 
-BLOCK = 256  # values that share an absmax
+ABSMAX_BLOCK = 256  # values that share an absmax
 SMALLEST = 2.0**-126  # fp32's smallest normal number: a block whose absmax is below it is all 0
 FIRST_CELL = (127 - 23) << 7  # the upper half of 2^-23; smaller numbers are nearest to 0
 LAST_CELL = (127 << 7) - FIRST_CELL  # that of 1, counted from FIRST_CELL
@@ -53,7 +53,7 @@ def quantize_blocks_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tens
 
     A NaN or an infinity makes absmax NaN or infinite, and nothing of its block is finite when read back.
     """
-    blocks = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    blocks = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % ABSMAX_BLOCK)).view(-1, ABSMAX_BLOCK)
     absmax = blocks.abs().amax(dim=1)
     inverse = torch.where(absmax >= SMALLEST, 1 / absmax, 0.0)
     codes = torch.bucketize(blocks * inverse[:, None], bounds(dynamic_map(signed, x.device)), out_int32=True)
@@ -62,7 +62,7 @@ def quantize_blocks_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tens
 
 def dequantize_blocks_reference(codes: torch.Tensor, absmax: torch.Tensor, signed: bool) -> torch.Tensor:
     """The values of the codes, fp32, in their shape."""
-    scale = absmax.repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
+    scale = absmax.repeat_interleave(ABSMAX_BLOCK)[: codes.numel()].view(codes.shape)
     return dynamic_map(signed, codes.device)[codes.int()] * scale
 
 

@@ -160,7 +160,7 @@ def _flash_fwd_kernel(
 def _flash_dq_kernel(
     q_tiles, k_tiles, v_tiles, y_tiles, dy_tiles, dq_tiles, lse_tiles, delta_tiles, starts_ptr, n_time,
     N_HEAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
-    NEED_DQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program, BLOCK_M queries of one head: their delta, which the next kernel reads, then their dq."""
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
@@ -171,22 +171,21 @@ def _flash_dq_kernel(
     dy = _load(dy_tiles, batch, head, row0)
     delta = tl.sum(to_compute(dy) * to_compute(_load(y_tiles, batch, head, row0)), axis=1)
     _store(delta_tiles, batch, head, row0, delta)
-    if NEED_DQ:
-        starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
-        q = _load(q_tiles, batch, head, row0)
-        lse = _load(lse_tiles, batch, head, row0)
-        dq = tl.zeros(q.shape, lse.dtype)
-        for col0 in range(begin, end, BLOCK_N):
-            k = _load(k_tiles, batch, head // GROUP, col0)
-            v = _load(v_tiles, batch, head // GROUP, col0)
-            s = _dot(q, k.T)
-            dp = _dot(dy, v.T)
-            p = tl.exp2(s * SCALE_LOG2 - lse[:, None])
-            if (col0 + BLOCK_N > row0) | (col0 < common):
-                p = _where_seen(p, 0.0, rows, col0 + tl.arange(0, BLOCK_N), starts, starts_ptr)
-            ds = p * (dp - delta[:, None])
-            dq = _dot(ds.to(k.dtype), k, dq)
-        _store(dq_tiles, batch, head, row0, dq * SCALE)
+    starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
+    q = _load(q_tiles, batch, head, row0)
+    lse = _load(lse_tiles, batch, head, row0)
+    dq = tl.zeros(q.shape, lse.dtype)
+    for col0 in range(begin, end, BLOCK_N):
+        k = _load(k_tiles, batch, head // GROUP, col0)
+        v = _load(v_tiles, batch, head // GROUP, col0)
+        s = _dot(q, k.T)
+        dp = _dot(dy, v.T)
+        p = tl.exp2(s * SCALE_LOG2 - lse[:, None])
+        if (col0 + BLOCK_N > row0) | (col0 < common):
+            p = _where_seen(p, 0.0, rows, col0 + tl.arange(0, BLOCK_N), starts, starts_ptr)
+        ds = p * (dp - delta[:, None])
+        dq = _dot(ds.to(k.dtype), k, dq)
+    _store(dq_tiles, batch, head, row0, dq * SCALE)
 
 
 @triton.jit
@@ -256,7 +255,7 @@ def _tiles(x, block):
     return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, 1, block, *x.shape[3:]])
 
 
-def _constants(kernel, q):
+def _blocks(kernel, q):
     fast = q.element_size() == 2 and shared_memory(q) >= TUNED_WITH and not INTERPRETED
     block_m, block_n, warps, stages, registers = CONSTANTS[kernel][max(q.shape[-1], 64)] if fast else FALLBACK
     launch = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
@@ -280,7 +279,7 @@ def _forward(
     if y.numel() == 0:
         return y, lse
     n_batch, n_time, n_head, _ = q.shape
-    block_m, block_n, constants = _constants("fwd", q)
+    block_m, block_n, constants = _blocks("fwd", q)
     q, k, v = (_readable(x) for x in (q, k, v))
     _flash_fwd_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
         _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(y, block_m),
@@ -304,11 +303,9 @@ def _backward(
     y: torch.Tensor,
     lse: torch.Tensor,
     starts: torch.Tensor | None,
-    need_dq: bool,
-    need_dkv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq (B, T, H, D), dk and dv (B, T, K, D); empty if not needed."""
-    dq, dk, dv = _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv)
+    """dq (B, T, H, D), dk and dv (B, T, K, D)."""
+    dq, dk, dv = _backward_fake(dy, q, k, v, y, lse, starts)
     if y.numel() == 0:
         return dq, dk, dv
     n_batch, n_time, n_head, _ = q.shape
@@ -317,33 +314,31 @@ def _backward(
     delta = _one_per_query(q)
     if lse.stride() != delta.stride():  # autograd hooks such as save_on_cpu may have changed the layout
         lse = _one_per_query(q).copy_(lse)
-    block_m, block_n, constants = _constants("dq", q)
-    dkv_constants = _constants("dkv", q)
+    block_m, block_n, constants = _blocks("dq", q)
+    dkv_constants = _blocks("dkv", q)
     q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
     _flash_dq_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
         _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(y, block_m), _tiles(dy, block_m),
-        _tiles(dq if need_dq else q, block_m), _tiles(lse, block_m), _tiles(delta, block_m), starts, n_time,
-        NEED_DQ=need_dq, **heads, **constants,
+        _tiles(dq, block_m), _tiles(lse, block_m), _tiles(delta, block_m), starts, n_time,
+        **heads, **constants,
     )  # fmt: skip
-    if need_dkv:
-        # Tokens s..ends[s] − 1 see token s: starts never decrease, so all up to the last with starts[t] <= s.
-        ends = None
-        if starts is not None:
-            time = torch.arange(n_time, dtype=starts.dtype, device=starts.device)
-            ends = torch.searchsorted(starts, time.expand(n_batch, -1).contiguous(), right=True, out_int32=True)
-        block_m, block_n, constants = dkv_constants
-        _flash_dkv_kernel[(n_batch * n_kv_head, triton.cdiv(n_time, block_n))](
-            _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(dy, block_m),
-            _tiles(dk, block_n), _tiles(dv, block_n), _tiles(lse, block_m), _tiles(delta, block_m), ends, n_time,
-            **heads, **constants,
-        )  # fmt: skip
+    # Tokens s..ends[s] − 1 see token s: starts never decrease, so all up to the last with starts[t] <= s.
+    ends = None
+    if starts is not None:
+        time = torch.arange(n_time, dtype=starts.dtype, device=starts.device)
+        ends = torch.searchsorted(starts, time.expand(n_batch, -1).contiguous(), right=True, out_int32=True)
+    block_m, block_n, constants = dkv_constants
+    _flash_dkv_kernel[(n_batch * n_kv_head, triton.cdiv(n_time, block_n))](
+        _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(dy, block_m),
+        _tiles(dk, block_n), _tiles(dv, block_n), _tiles(lse, block_m), _tiles(delta, block_m), ends, n_time,
+        **heads, **constants,
+    )  # fmt: skip
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv):
-    needs = ((q, need_dq), (k, need_dkv), (v, need_dkv))
-    return tuple(torch.empty(x.shape if need else 0, dtype=x.dtype, device=x.device) for x, need in needs)
+def _backward_fake(dy, q, k, v, y, lse, starts):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -356,9 +351,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward()
-        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
-        dq, dk, dv = _backward(dy, *ctx.saved_tensors, need_dq, need_dk or need_dv)
-        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+        return *_backward(dy, *ctx.saved_tensors), None
 
 
 def flash_attention(

@@ -194,15 +194,13 @@ class FP8Linear(Linear):
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
     """Turns every projection of the model's layers into an FP8Linear with the same weight.
 
-    device: where the model, which may be on meta, will run. ValueError for a GPU or PyTorch without float8 matmuls, for
+    device: where the model, which may be on meta, will run. ValueError for a GPU without float8 matmuls, for
     a dtype other than bfloat16 on a GPU, for widths that are not multiples of 16, and after add_lora.
     """
     projections = [module for module in model.layers.modules() if type(module) is Linear]
     if not projections:
         raise ValueError("use_fp8 found no plain projection: call it once, and before add_lora")
     on_gpu = torch.device(device).type == "cuda"
-    if on_gpu and not hasattr(torch, "_scaled_mm"):  # a private function
-        raise ValueError(f"PyTorch {torch.__version__} has no torch._scaled_mm, which fp8 needs: --fp8=false")
     if on_gpu and (projections[0].weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (8, 9)):
         gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
         raise ValueError(f"fp8 needs dtype bfloat16 and {gpu}: --fp8=false")
@@ -220,8 +218,7 @@ def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Asserts that float8 matmuls run for x and a weight of this shape. The reference runs everywhere."""
     if not use_triton(x):
         return
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
-        raise ValueError("float8 needs a GPU of compute capability 8.9 or more: RTX 40, L4, L40S, H100 or newer")
+    assert not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9), "float8 needs RTX 40, H100 or newer"
     assert x.dtype == torch.bfloat16, f"x is {x.dtype}: float8 matmuls read and write bfloat16"
     assert shape[0] % 16 == 0 and shape[1] % 16 == 0, f"weight {tuple(shape)}: float8 matmuls need multiples of 16"
 
@@ -231,8 +228,8 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     x (..., C) and weight (O, C), both bfloat16, C and O multiples of 16. Returns (..., O) bfloat16: for random numbers
     ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W is as in bfloat16. A row with a NaN or an
-    infinity becomes NaN. ValueError for GPUs before Ada (compute capability 8.9) and under autocast. Without Triton the
-    reference runs, in any dtype; its gradient of W is of the rounded x.
+    infinity becomes NaN. Needs compute capability 8.9 (Ada). ValueError under autocast. Without Triton the reference
+    runs, in any dtype; its gradient of W is of the rounded x.
     """
     refuse_autocast(x)
     check_weight("weight", weight, x.shape[-1], x.dtype)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .add_low_rank import add_low_rank
+from .dynamic_map import ABSMAX_BLOCK
 from .fp8_linear import (
     FLOAT8,
     check_fp8,
@@ -30,7 +31,7 @@ from .fp8_linear import (
 )
 from .launch import as_rows, magnitude, tl, triton, use_triton
 from .lora_linear import LoRALinear
-from .nf4 import BLOCK, SCALE_BLOCK, read_nf4, read_scales, tables
+from .nf4 import NF4_BLOCK, read_nf4, read_scales, tables
 from .nf4_lora_linear import NF4LoRALinear
 
 
@@ -81,21 +82,24 @@ def nf4_to_float8(
 
     out (O, C) of any strides, C a multiple of 64, and scales (O, 1), contiguous; the others are NF4's parts.
     """
-    values, _, scale_map = tables(codes.device)
+    values, scale_map = tables(codes.device)
     n_rows = out.shape[0]
-    n_blocks = out.shape[1] // BLOCK
+    n_blocks = out.shape[1] // NF4_BLOCK
     span = triton.next_power_of_2(n_blocks)
     sizes = {"ALL": span, "ROWS": 1, "SPAN": span, "BLOCKS": min(span, 32), "num_warps": 1}
     if out.stride(1) != 1:  # transposed: a tile of 32 rows and 128 columns at a time
         sizes |= {"ROWS": 32, "SPAN": min(span, 16), "BLOCKS": min(span, 2), "num_warps": 4}
     _nf4_to_float8_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(n_blocks, sizes["SPAN"]))](
         codes, scale_codes, scale_absmax, offset, values, scale_map, out, *out.stride(), scales, n_rows, n_blocks,
-        SCALE_BLOCK=SCALE_BLOCK, **sizes, enable_fp_fusion=False,
+        SCALE_BLOCK=ABSMAX_BLOCK, **sizes, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 class Float8Products:
-    """For a LoRALinear: computes its two products with the frozen weight in float8."""
+    """For a LoRALinear: computes its two products with the frozen weight in float8.
+
+    read_float8(like, *frozen, transposed): float8 (O, C), or transposed (C, O), and scales (O, 1) of the frozen weight.
+    """
 
     def check(self, name, n_in, x):
         super().check(name, n_in, x)
@@ -104,11 +108,6 @@ class Float8Products:
     def reference(self, x):
         weight = rounded_reference(self.read_weight(self.lora_a, *self.tensors()[:-2]))
         return F.linear(rounded_reference(x), weight).to(x.dtype) + self.adapted(x)
-
-    def read_float8(self, like, *frozen, transposed=False):
-        """float8 (O, C), or transposed (C, O), and scales (O, 1) of the frozen weight."""
-        w8, t = quantize(self.read_weight(like, *frozen))
-        return transpose(w8) if transposed else w8, t
 
     def project(self, x, *tensors, out=None):
         *frozen, a, b = tensors
@@ -144,11 +143,10 @@ class FP8LoRALinear(Float8Products, LoRALinear):
 
 
 class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
-    """NF4LoRALinear whose weight is read back as float8."""
+    """NF4LoRALinear whose weight is read back as float8. C must be a multiple of 64, but for the reference."""
 
     def read_float8(self, like, *frozen, transposed=False):
-        if self.in_features % BLOCK:  # a block may span two rows, which have two scales
-            return super().read_float8(like, *frozen, transposed=transposed)
+        assert self.in_features % NF4_BLOCK == 0, self.in_features  # else a block spans two rows, which have two scales
         shape = self.out_features, self.in_features
         w8 = torch.empty(shape[::-1] if transposed else shape, dtype=FLOAT8, device=like.device)
         t = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)

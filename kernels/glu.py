@@ -1,8 +1,7 @@
 """Gated linear units, the elementwise half of the MLP: y = act(gate) · up, gate and up packed side by side.
 
-    swiglu     act(g) = g·σ(g)                        act'(g) = σ(g)·(1 + g·(1 − σ(g)))
-    geglu      act(g) = g·Φ(g)                        act'(g) = Φ(g) + g·φ(g)
-               or, approximate='tanh': Φ(g) ≈ σ(2u), u = √(2/π)·(g + 0.044715·g³)
+    silu       act(g) = g·σ(g)                        act'(g) = σ(g)·(1 + g·(1 − σ(g)))              (SwiGLU)
+    gelu_tanh  act(g) = g·σ(2u), u = √(2/π)·(g + 0.044715·g³): almost g·Φ(g)                         (GeGLU)
     backward   d_gate = dy · up · act'(gate)          d_up = dy · act(gate)
 
 Backward needs only gate_up; act(gate) is recomputed, so the product is never saved for its own sake.
@@ -16,32 +15,19 @@ backward 101%.
 Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.05202
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from .fp8_linear import empty_rows, float8_scale, store_float8
 from .launch import contiguous_rows, magnitude, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
 
-BLOCK = 1024  # elements of F per program; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
+GLU_BLOCK = 1024  # elements of F per program; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
 
 
-def swiglu_reference(gate_up):
+def glu_reference(gate_up, activation="silu"):
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-def geglu_reference(gate_up, approximate="tanh"):
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-    return (F.gelu(gate, approximate=approximate) * up).to(gate_up.dtype)
-
-
-REFERENCES = {  # by activation
-    "silu": swiglu_reference,
-    "gelu_tanh": geglu_reference,
-    "gelu": partial(geglu_reference, approximate="none"),
-}
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (activated * up).to(gate_up.dtype)
 
 
 @triton.jit
@@ -50,14 +36,11 @@ def _activate(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         sigma = tl.sigmoid(gate)
         slope = sigma * (1 + gate * (1 - sigma))
-    elif ACTIVATION == "gelu_tanh":
+    else:
         # (1 + tanh u) / 2 = σ(2u): no tanh needed, and nothing cancels where tanh u nears −1
         two_u = 1.5957691216057308 * gate * (1 + 0.044715 * gate * gate)
         sigma = tl.sigmoid(two_u)
         slope = sigma + gate * sigma * (1 - sigma) * 1.5957691216057308 * (1 + 0.134145 * gate * gate)
-    else:
-        sigma = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))  # Φ
-        slope = sigma + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     return gate * sigma, slope
 
 
@@ -128,7 +111,7 @@ def _glu_bwd_kernel(
             tl.store(dx8_ptr + offsets, (dx / scale).to(dx8_ptr.dtype.element_ty), mask=mask)
 
 
-def _sizes(n_cols, largest=BLOCK):
+def _sizes(n_cols, largest=GLU_BLOCK):
     block = min(largest, triton.next_power_of_2(n_cols))
     return {"BLOCK": block, "num_warps": max(block // 256, 1)}
 
@@ -158,7 +141,7 @@ def glu_backward(dy, gate_up, activation, need_y=False, factors=None, overwrite=
     dy = dy.contiguous()
     dx = gate_up if overwrite else torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     dx8 = empty_rows(gate_up.shape, gate_up, float8) if float8 else None
-    sizes = _sizes(n_cols, 2 * BLOCK if float8 else BLOCK)
+    sizes = _sizes(n_cols, 2 * GLU_BLOCK if float8 else GLU_BLOCK)
     span = sizes["BLOCK"] * (triton.cdiv(n_cols, sizes["BLOCK"]) if float8 else 1)
     _glu_bwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, span),)](
         dy, rows, dx, dy, *((factors, *dx8) if float8 else (dx, dx, dx)),
@@ -180,22 +163,11 @@ class _GLU(torch.autograd.Function):
         return glu_backward(dy, gate_up, ctx.activation)[0], None
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up for gate_up (..., 2F) = [gate, up] (Shazeer, 2020).
+def glu(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """act(gate) · up for gate_up (..., 2F) = [gate, up] (Shazeer, 2020).
 
-    Returns (..., F) in gate_up's dtype, computed in fp32 (fp64 for fp64) and rounded once.
+    activation: 'silu' or 'gelu_tanh'. Returns (..., F) in gate_up's dtype, computed in fp32 (fp64 for fp64) and rounded
+    once.
     """
-    assert gate_up.shape[-1] % 2 == 0, gate_up.shape
-    return _GLU.apply(gate_up, "silu") if use_triton(gate_up) else swiglu_reference(gate_up)
-
-
-def geglu(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """gelu(gate) · up for gate_up (..., 2F) = [gate, up] (Shazeer, 2020).
-
-    approximate: 'tanh' or 'none', as in torch.nn.functional.gelu. Returns (..., F) in gate_up's dtype, computed in
-    fp32 (fp64 for fp64) and rounded once.
-    """
-    assert gate_up.shape[-1] % 2 == 0 and approximate in ("tanh", "none"), (gate_up.shape, approximate)
-    if not use_triton(gate_up):
-        return geglu_reference(gate_up, approximate)
-    return _GLU.apply(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")
+    assert gate_up.shape[-1] % 2 == 0 and activation in ("silu", "gelu_tanh"), (gate_up.shape, activation)
+    return _GLU.apply(gate_up, activation) if use_triton(gate_up) else glu_reference(gate_up, activation)

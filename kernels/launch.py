@@ -32,13 +32,8 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 def use_triton(x: torch.Tensor) -> bool:
     """True if the Triton kernel runs for x (CUDA, or CPU under TRITON_INTERPRET=1), False if the reference does."""
     if x.is_cuda:
-        if not HAS_TRITON:
-            raise ImportError("CUDA tensors need Triton: pip install triton")
-        if x.device.index != torch.cuda.current_device():  # Triton launches on the current device, not on x's
-            raise ValueError(
-                f"x is on {x.device}, the current device is cuda:{torch.cuda.current_device()}: "
-                f"call torch.cuda.set_device({x.device.index}) first"
-            )
+        # Triton launches on the current device, not on x's.
+        assert x.device.index == torch.cuda.current_device(), f"call torch.cuda.set_device({x.device.index}) first"
         return True
     return INTERPRETED and x.device.type == "cpu"
 
@@ -108,34 +103,26 @@ def shared_memory(x: torch.Tensor) -> int:
     """Bytes of shared memory per program on x's GPU: 227 KiB on Hopper, 163 on A100, 99 on GeForce, L4 and L40S."""
     if not x.is_cuda:
         return 227 * 1024  # the interpreter has no limit
-    gpu = torch.cuda.get_device_properties(x.device)
-    return getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
+    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
 
 
-def loads_in_flight(stages: int, x: torch.Tensor) -> int:
-    """`stages`, or fewer if x's GPU has less shared memory than they were tuned with.
-
-    A program that needs more cannot launch. tests/test_kernels_compiled.py compiles for such GPUs; none was timed.
-    """
-    shared = shared_memory(x)
-    if shared >= TUNED_WITH:
-        return min(stages, 4)
-    return min(stages, 2) if shared >= 96 * 1024 else 1
-
-
-def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
+def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, long_row_warps: int) -> tuple[int, dict]:
     """For a persistent kernel: the number of programs P, each taking every P-th tile of whole rows, and its constants.
 
     One program per multiprocessor leaves only 132 partial sums of dw to add up at the end (H200). Tiles of 16 KiB, the
-    next `stages` - 1 being loaded to shared memory while one is computed, keep enough loads in flight. A longer row is
-    a tile by itself, not prefetched, for long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32
-    warps x 1-4 stages x 1-4 programs on H200.
+    next two being loaded to shared memory while one is computed, keep enough loads in flight. A longer row is a tile by
+    itself, not prefetched, for long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32 warps x 1-4
+    stages x 1-4 programs on H200. A GPU with less shared memory prefetches less: a program that needs more cannot
+    launch (tests/test_kernels_compiled.py compiles for such GPUs; none was timed).
     """
     block = triton.next_power_of_2(n_cols)
     # The interpreter is serial: 4 programs are enough to test that rows are shared and partial sums add up.
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
     rows = 16384 // (block * x.element_size())
-    constants = {"ROWS": rows, "BLOCK": block, "STAGES": loads_in_flight(stages, x), "num_warps": 8}
+    stages = 3 if shared_memory(x) >= TUNED_WITH else 2
+    if shared_memory(x) < 96 * 1024:
+        stages = 1
+    constants = {"ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": 8}
     if not rows:
         warps = long_row_warps if block <= 16384 else 32
         constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": warps}
@@ -187,16 +174,9 @@ def refuse_double_backward() -> None:
         raise RuntimeError("the kernels have no second derivative (create_graph=True): import kernels.reference")
 
 
-def refuse_gradient(name: str, *tensors: torch.Tensor) -> None:
-    """Raises ValueError if autograd would treat the result of a kernel without backward as a constant."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors):
-        raise ValueError(f"{name} has no backward: call it under torch.no_grad(), or import kernels.reference")
-
-
 def saved_is_ours() -> bool:
     """In a backward: True if it may overwrite what its forward saved, because the graph is not used again.
 
-    False under torch.compile, which plans memory itself, and if PyTorch's private function is missing.
+    False under torch.compile, which plans memory itself.
     """
-    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps_graph is not None and not torch.compiler.is_compiling() and not keeps_graph()
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .cross_entropy import check_targets, cross_entropy_reference, losses_of_rows, n_valid, sum_of_losses
+from .cross_entropy import cross_entropy_reference, losses_of_rows, n_valid, sum_of_losses
 from .launch import (
     accumulate,
     compute_dtype,
@@ -262,8 +262,8 @@ def linear_cross_entropy(
     """
     refuse_autocast(x)
     assert x.ndim == 2 and weight.shape == (weight.shape[0], x.shape[1]), (x.shape, weight.shape)
-    assert x.dtype == weight.dtype and targets.ndim == 1, (x.dtype, weight.dtype, targets.shape)
-    check_targets(x.shape[0], targets)
+    assert x.dtype == weight.dtype and targets.shape == x.shape[:1], (x.dtype, weight.dtype, targets.shape)
+    assert not targets.is_floating_point(), targets.dtype
     targets = targets.long().contiguous()
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(weight.shape[0], x.element_size())

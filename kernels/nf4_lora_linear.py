@@ -13,9 +13,10 @@ Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://ar
 
 import torch
 
+from .dynamic_map import ABSMAX_BLOCK
 from .linear import Linear, apply_projection
 from .lora_linear import LoRALinear
-from .nf4 import BLOCK, NF4, SCALE_BLOCK, dequantize_nf4, quantize_nf4
+from .nf4 import NF4, NF4_BLOCK, dequantize_nf4, quantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
@@ -29,9 +30,9 @@ class NF4LoRALinear(LoRALinear):
 
     def __init__(self, base: Linear, rank: int, alpha: float):
         for n_out in base.rows:
-            if base.in_features % 2 or n_out * base.in_features % BLOCK:
+            if base.in_features % 2 or n_out * base.in_features % NF4_BLOCK:
                 shape = f"{n_out} x {base.in_features}: --quantize_base=none"
-                raise ValueError(f"quantize_base=nf4 needs an even width and groups of {BLOCK} weights, not {shape}")
+                raise ValueError(f"quantize_base=nf4 needs an even width and groups of 64 weights, not {shape}")
         super().__init__(base, rank, alpha)
 
     def reference(self, x):
@@ -46,8 +47,8 @@ class NF4LoRALinear(LoRALinear):
 
     def matrices(self, codes, scale_codes, scale_absmax, offset):
         """The packed matrices, each with its own scales."""
-        n_blocks = [n_out * self.in_features // BLOCK for n_out in self.rows]
-        n_scales = [-(-n // SCALE_BLOCK) for n in n_blocks]
+        n_blocks = [n_out * self.in_features // NF4_BLOCK for n_out in self.rows]
+        n_scales = [-(-n // ABSMAX_BLOCK) for n in n_blocks]
         codes = codes.view(torch.uint8).split(self.rows)
         scale_codes = scale_codes.view(torch.uint8).split(n_blocks)
         return map(NF4, codes, scale_codes, scale_absmax.split(n_scales), offset)

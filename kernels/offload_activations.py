@@ -63,7 +63,7 @@ class OffloadedActivations:
         weights and tables. x: a tensor that it surely keeps, whose copy can begin at once; or None.
         """
         if i == 0:  # drop what a forward without a finished backward left behind
-            wait_for(*(event for _, event in self.prefetched.values()))
+            wait_for_events(*(event for _, event in self.prefetched.values()))
             self.prefetched = {}
             self.forwards += 1
         self.saved[i] = []
@@ -81,13 +81,13 @@ class OffloadedActivations:
         if address in stays or not (tensor.ndim and tensor.numel() and tensor.is_floating_point()):
             return tensor  # weights, tables; scalars and empty tensors, which may be on the CPU; seeds
         if not self.saved[i]:
-            wait_for(self.copied)
+            wait_for_events(self.copied)
             self.offloading = {}  # this frees the previous layer's storages
             self.copied = None
         if address not in self.offloading:
             self.offloading[address] = len(self.saved[i]), storage
             copies = storage.is_cuda and i < self.last  # the last layer's are needed first
-            self.saved[i].append(self._copy_out(i, as_bytes(storage)) if copies else as_bytes(storage))
+            self.saved[i].append(self._copy_out(i, bytes_of(storage)) if copies else bytes_of(storage))
         view = tensor.storage_offset(), tensor.size(), tensor.stride()
         return SavedView(self.forwards, i, self.offloading[address][0], tensor.dtype, view)
 
@@ -116,7 +116,7 @@ class OffloadedActivations:
             if needed >= 0 and needed not in self.prefetched:
                 self.prefetched[needed] = self._copy_back(needed)
         storages, arrived = self.prefetched[i]
-        wait_for(arrived)
+        wait_for_events(arrived)
         whole = storages[packed.k]
         return torch.empty(0, dtype=packed.dtype, device=whole.device).set_(whole.untyped_storage(), *packed.view)
 
@@ -131,11 +131,11 @@ class OffloadedActivations:
             return storages, self.stream.record_event()
 
 
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def wait_for(*events: torch.cuda.Event | None) -> None:
+def wait_for_events(*events: torch.cuda.Event | None) -> None:
     for event in events:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)

@@ -56,7 +56,8 @@ class _Recomputed(torch.autograd.Function):
         dx = dy.contiguous()
         sums = []
         for group in chunks_of(len(x), ctx.groups):
-            dx[group], *dweights = _gradients(ctx.function, x[group], _take(rows, group), weights, dx[group])
+            of_group = None if rows is None else rows[group]
+            dx[group], *dweights = _gradients(ctx.function, x[group], of_group, weights, dx[group])
             if sums:
                 for total, dweight in zip(sums, dweights, strict=True):
                     total += dweight
@@ -72,7 +73,8 @@ class _Recomputed(torch.autograd.Function):
 def _sum_of_terms(function, x, rows, groups):
     y = torch.empty_like(x)
     for group in chunks_of(len(x), groups):
-        torch.add(*function(x[group], _take(rows, group), False), out=y[group])
+        of_group = None if rows is None else rows[group]
+        torch.add(*function(x[group], of_group, False), out=y[group])
     return y
 
 
@@ -84,10 +86,6 @@ def _gradients(function, x, rows, weights, dy):
         terms = [get_gradient_edge(term) for term in function(x, rows, True)]
     # the output is the sum of both terms, so its gradient is the gradient of each
     return torch.autograd.grad(terms, [x, *weights], [dy, dy])
-
-
-def _take(rows, group: slice):
-    return None if rows is None else rows[group]
 
 
 def trainable_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -12,12 +12,10 @@ from .cross_entropy import cross_entropy_reference as cross_entropy
 from .decode_attention import decode_attention_reference as decode_attention
 from .flash_attention import flash_attention_reference as flash_attention
 from .fp8_linear import fp8_linear_reference as fp8_linear
-from .glu import geglu_reference as geglu
-from .glu import swiglu_reference as swiglu
+from .glu import glu_reference as glu
 from .linear import linear_reference as linear
 from .linear_cross_entropy import linear_cross_entropy_reference as linear_cross_entropy
 from .nf4 import dequantize_nf4_reference as dequantize_nf4
-from .nf4 import quantize_nf4_reference as quantize_nf4
 from .rms_norm import add_rms_norm_reference as add_rms_norm
 from .rms_norm import rms_norm_reference as rms_norm
 from .rope import rope_reference as rope

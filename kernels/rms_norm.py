@@ -82,7 +82,7 @@ def _rms_norm_fwd_kernel(
 @triton.jit
 def _rms_norm_bwd_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, y_ptr, n_rows, n_cols,
-    ADD: tl.constexpr, NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_Y: tl.constexpr,
+    ADD: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_Y: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Persistent: a program takes every n-th tile of ROWS rows and sums its share of dw in fp32 registers.
@@ -108,12 +108,11 @@ def _rms_norm_bwd_kernel(
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
         if NEED_Y:
             tl.store(y_ptr + offsets, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
-        if NEED_DX:
-            dx_hat = dy * weight
-            dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
-            if ADD:
-                dx += to_compute(tl.load(dtotal_ptr + offsets, mask=mask, other=0.0))
-            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dx_hat = dy * weight
+        dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
+        if ADD:
+            dx += to_compute(tl.load(dtotal_ptr + offsets, mask=mask, other=0.0))
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
 
@@ -137,8 +136,8 @@ def rms_norm_forward(x, delta, weight, eps, need_y=True, float8=False):
     return y if scales is None else (y, scales), total, rstd
 
 
-def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y=False, overwrite_dy=False):
-    """Returns dx plus dtotal (if not None), dweight, and y recomputed; None for each that is not needed.
+def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dweight, need_y=False, overwrite_dy=False):
+    """Returns dx plus dtotal (if not None); dweight and y recomputed, each None if not needed.
 
     overwrite_dy: dx may overwrite dy, contiguous and of x's shape and dtype: each row is read, then written.
     """
@@ -149,15 +148,13 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     n_rows, n_cols = rows.shape
     # A third row to read needs more loads in flight: at 16,384 columns 0.93 of the copy rate instead of 0.85.
     programs, constants = row_tiles(n_rows, n_cols, x, long_row_warps=32 if add else 16)
-    dx = None
-    if need_dx:
-        dx = dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](
         dy_rows, contiguous_rows(dtotal) if add else dy_rows, rows, weight.contiguous(), rstd,
-        dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
-        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
+        dx, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
+        ADD=add, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
     )  # fmt: skip
     return dx, sum_rows(dweight, weight.dtype) if need_dweight else None, y
 
@@ -173,12 +170,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dtotal=None):
         total, weight, rstd = ctx.saved_tensors
-        need_dx, need_ddelta, need_dweight = ctx.needs_input_grad[:3]
+        _, need_ddelta, need_dweight, _, _ = ctx.needs_input_grad
         overwrite_dy = ctx.overwrite_dy and dy.is_contiguous()
-        dx, dweight, _ = rms_norm_backward(
-            dy, dtotal, total, weight, rstd, need_dx or need_ddelta, need_dweight, overwrite_dy=overwrite_dy
-        )
-        return dx if need_dx else None, dx if need_ddelta else None, dweight, None, None
+        dx, dweight, _ = rms_norm_backward(dy, dtotal, total, weight, rstd, need_dweight, overwrite_dy=overwrite_dy)
+        return dx, dx if need_ddelta else None, dweight, None, None
 
 
 def check_norm(x, delta, weight):

@@ -105,7 +105,7 @@ def _rope_bwd_kernel(
     tl.store(dx_ptrs + HALF, dx2.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _constants(n_head, n_kv_head, head_dim):
+def _tile_sizes(n_head, n_kv_head, head_dim):
     heads = triton.next_power_of_2(n_head + 2 * n_kv_head)
     dims = triton.next_power_of_2(head_dim // 2)
     return {"H": n_head, "K": n_kv_head, "HALF": head_dim // 2, "HEADS": heads, "DIMS": dims, "num_warps": 4}
@@ -123,7 +123,7 @@ class _RoPE(torch.autograd.Function):
         cos = contiguous_rows(cos)
         sin = contiguous_rows(sin)
         _rope_fwd_kernel[(n_batch * n_time,)](
-            qkv.contiguous(), q, k, v, cos, sin, len(cos), **_constants(n_head, n_kv_head, head_dim)
+            qkv.contiguous(), q, k, v, cos, sin, len(cos), **_tile_sizes(n_head, n_kv_head, head_dim)
         )
         ctx.save_for_backward(cos, sin)
         return q, k, v
@@ -137,7 +137,7 @@ class _RoPE(torch.autograd.Function):
         dqkv = torch.empty(n_batch, n_time, n_head + 2 * n_kv_head, head_dim, dtype=dq.dtype, device=dq.device)
         _rope_bwd_kernel[(n_batch * n_time,)](
             dq.contiguous(), dk.contiguous(), dv.contiguous(), dqkv, cos, sin, len(cos),
-            **_constants(n_head, n_kv_head, head_dim),
+            **_tile_sizes(n_head, n_kv_head, head_dim),
         )  # fmt: skip
         return dqkv, None, None, None
 

@@ -11,20 +11,16 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 
 import torch
 
-from .adamw import load_master, merge_halves, must_fit, split_halves, store_master
+from .adamw import load_master, master_format, must_fit, read_master, store_master, write_master
 from .launch import tl, triton, use_triton
 
 
 def sgdw_reference(parameter, direction, w, step_scalars, factor, weight_decay):
-    halves = w.dtype == torch.int16
-    whole = merge_halves(parameter, w) if halves else w
+    whole = read_master(parameter, w)
     scale, lr = step_scalars[:2].unbind()
     new = whole - lr * (weight_decay * whole + factor * direction.to(whole.dtype))
     whole.copy_(torch.where(torch.isfinite(scale), new, whole))
-    if halves:
-        split_halves(whole, parameter, w)
-    elif parameter is not w:
-        parameter.copy_(w)
+    write_master(whole, parameter, w)
 
 
 @triton.jit
@@ -57,16 +53,13 @@ def sgdw(
     or, if parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32, first the scale of the
     gradients (if it is not finite, nothing changes), then the learning rate.
     """
-    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    must_fit(parameter, parameter.shape)
-    must_fit(direction, parameter.shape)
-    must_fit(w, parameter.shape, torch.int16 if halves else torch.float32)
+    bits, master = master_format(parameter, w)
+    must_fit(parameter.shape, None, direction)
     assert step_scalars.ndim == 1 and len(step_scalars) >= 2 and step_scalars.dtype == torch.float32, step_scalars
     if not use_triton(parameter):
         return sgdw_reference(parameter, direction, w, step_scalars, factor, weight_decay)
     n = parameter.numel()
     block = 1024  # as in adamw.py
     _sgdw_kernel[(triton.cdiv(n, block),)](
-        parameter.view(torch.int16) if halves else parameter, direction, w, step_scalars, n, factor, weight_decay,
-        HALVES=halves, APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        bits, direction, w, step_scalars, n, factor, weight_decay, **master, BLOCK=block, num_warps=4
+    )

@@ -13,7 +13,7 @@ import torch
 
 from kernels import adamw8bit
 from kernels.adamw8bit import adamw8bit_on_cpu
-from kernels.dynamic_map import BLOCK
+from kernels.dynamic_map import ABSMAX_BLOCK
 from optimizers.adamw import AdamW
 
 SMALL = 4096  # elements; smaller parameters are not worth the error
@@ -29,10 +29,10 @@ class AdamW8bit(AdamW):
     c_files = ("adamw.c", "adamw8bit.c")
 
     def states(self, name, shape, rows):
-        if len(shape) < 2 or shape[-1] % BLOCK or math.prod(shape) < SMALL:
+        if len(shape) < 2 or shape[-1] % ABSMAX_BLOCK or math.prod(shape) < SMALL:
             return super().states(name, shape, rows)
         codes = (shape, torch.uint8)
-        absmax = ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
+        absmax = ((*shape[:-1], shape[-1] // ABSMAX_BLOCK), torch.float32)
         return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_absmax": absmax, "exp_avg_sq_absmax": absmax}
 
     def step_on_device(self, parameter, grad, master, states, scalars):

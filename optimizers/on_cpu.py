@@ -24,11 +24,11 @@ from functools import partial
 
 import torch
 
-from kernels.c_library import c_library, not_used
+from kernels.c_library import c_library
 from kernels.pinned_memory import pinned_empty
 from optimizers.on_device import gradient_of
 from optimizers.place import Place
-from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
+from runtime.distributed import local, local_world_size, worker_thread
 from runtime.stream_weights import StreamedWeights
 
 CHUNK = 2**22  # elements in float32 at a time, which stay in the cache; best of 2^16..2^24 on 16 cores
@@ -67,9 +67,8 @@ class OnCPU(Place):
         return None if same_device and dtype == torch.float32 else torch.float32
 
     def attach(self, model, parameters, rule):
-        for name in rule.c_files:  # replicas would drift apart if one used C and one PyTorch
-            if all_reduce_max([c_library(name) is None])[0]:
-                not_used.add(name)
+        for name in rule.c_files:  # without a compiler it fails here, not in the first update
+            c_library(name)
         super().attach(model, parameters, rule)
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one

@@ -23,7 +23,7 @@ NAMES = {  # our name -> Hugging Face's
     "norm_eps": "rms_norm_eps",
     "block_size": "max_position_embeddings",
 }
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}  # our name -> Hugging Face's
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # our name -> Hugging Face's
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers' defaults for what a config.json omits.
 DEFAULTS = {

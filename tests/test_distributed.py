@@ -118,20 +118,12 @@ OTHER_NORM = (
 )
 
 
-@pytest.mark.parametrize("settings, on_one_machine", [
-    ({}, OTHER_NORM),
-    (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # without a compiler
-], ids=["another norm", "no C"])  # fmt: skip
-def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, settings, on_one_machine):
+def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path):
     script = wrapped(
         tmp_path,
-        f"{RENEW_OFTEN}os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
-        "import importlib; adamw = importlib.import_module('kernels.adamw')\n"
-        "step = adamw.adamw_in_pieces\n"
-        "adamw.adamw_in_pieces = lambda *tensors: step(*tensors) or tensors[2].mul_(1 + 2**-20)\n"
-        f"if os.environ['RANK'] in '23': {on_one_machine}",
+        f"{RENEW_OFTEN}os.environ['LOCAL_WORLD_SIZE'] = '2'\nif os.environ['RANK'] in '23': {OTHER_NORM}",
     )
-    done = train(4, script, max_iters=4, **HYBRID | settings)
+    done = train(4, script, max_iters=4, **HYBRID)
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels.flash_attention import flash_attention
 from test_kernels import (
@@ -65,7 +64,7 @@ def test_forward_and_every_gradient_match_float64(dtype, heads, head_dim, rows):
     assert_exact(rows, 70, heads, head_dim, dtype)
 
 
-@pytest.mark.parametrize("n_time", [0, 1, 2, 16, 31, 32, 33, 65])
+@pytest.mark.parametrize("n_time", [0, 1, 31, 32, 33])
 def test_any_number_of_tokens(n_time):
     for rows in (None, [(1,), (n_time // 2,)]):
         assert_exact(rows, n_time)
@@ -93,40 +92,17 @@ def test_blocks_of_other_documents_are_never_read():
 
 def test_large_scores_do_not_overflow():
     (q, k, v), upstream = inputs(40, (2, 1))
-    for size in (1e2, 1e4):
-        y, dq, dk, dv = run(flash_attention, (size * q, size * k, v), (), upstream)
-        truth = run(attention_oracle, widened((size * q, size * k, v)), (), widened(upstream))
-        torch.testing.assert_close(y.double(), truth[0], rtol=1e-2, atol=1e-2)
-        assert all(g.isfinite().all() for g in (dq, dk, dv)), f"scores of {size**2:.0e}"
+    q = 1e4 * q
+    k = 1e4 * k
+    y, *gradients = run(flash_attention, (q, k, v), (), upstream)
+    truth = run(attention_oracle, widened((q, k, v)), (), widened(upstream))
+    torch.testing.assert_close(y.double(), truth[0], rtol=1e-2, atol=1e-2)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_starts_of_any_integer_type_and_stride():
-    tensors, upstream = inputs(40, (2, 1))
-    starts = documents((5, 32), (5, 32), n_time=40)
-    expected = run(flash_attention, tensors, (starts,), upstream)
-    for other in (starts.int(), starts.to(torch.int16), starts[:1].expand(2, 40)):
-        assert_same(run(flash_attention, tensors, (other,), upstream), expected, f"{other.dtype}, {other.stride()}")
-
-
-def test_selective_checkpointing_can_keep_y_and_skip_the_second_forward(monkeypatch):
-    tensors, upstream = inputs(40)
-    plain = run(flash_attention, tensors, (), upstream)
-    kept = torch.ops.nanocria.flash_attention.default
-
-    def policy(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    context = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
-    y = checkpoint(flash_attention, *leaves, use_reentrant=False, **context)
-    monkeypatch.setattr(MODULE, "_flash_fwd_kernel", None)  # a second forward would fail
-    assert_same([y, *torch.autograd.grad(y, leaves, upstream)], plain, "selective checkpointing")
-
-
-@pytest.mark.parametrize("n_time", [32, 38])
-def test_saved_tensors_may_return_to_backward_in_another_layout(n_time):
+def test_saved_tensors_may_return_to_backward_in_another_layout():
     """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
-    tensors, upstream = inputs(n_time)
+    tensors, upstream = inputs(38)
     expected = run(flash_attention, tensors, (), upstream)
     dense = torch.contiguous_format
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=dense), lambda x: x):

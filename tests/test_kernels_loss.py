@@ -147,8 +147,8 @@ def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
-    """fp16 cannot hold p/n, but can hold p/n times the loss scale. The targets' own entries would hide it."""
-    rows, n_vocab, scale = (16384, 2000, 2.0**18) if HAS_GPU else (32, 4000, 2.0**10)
+    """fp16 can hold neither p/n nor the scale, but their product. The targets' own entries would hide it."""
+    rows, n_vocab, scale = (16384, 2000, 2.0**18) if HAS_GPU else (32, 4000, 2.0**17)
     logits = 0.1 * randn(rows, n_vocab, dtype=FP16)
     targets = torch.randint(n_vocab, (rows,), device=DEVICE)
     upstream = [torch.tensor(scale, device=DEVICE)]
@@ -161,24 +161,6 @@ def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
     rest = torch.ones_like(truth).scatter_(1, targets[:, None], 0)
     error = relative_error(gradient * rest, truth * rest)
     assert error < 1e-3, f"relative error {error:.2e} beside the targets, largest {(truth * rest).abs().max():.2e}"
-
-
-def test_a_loss_scale_beyond_fp16_scales_fp16_gradients():
-    """The scale is a tensor: on CUDA a scalar one would be rounded to fp16, and 2^17 to infinity, before it is used."""
-    x = randn(8, 16, dtype=FP16)
-    weight = 1e-3 * randn(40, 16, dtype=FP16)
-    targets = torch.arange(8, device=DEVICE)
-    upstream = [torch.tensor(2.0**20, device=DEVICE)]
-    _, dx = run(linear_cross_entropy, (x,), (weight, targets), upstream)
-    _, truth = run(linear_cross_entropy_oracle, (x.double(),), (weight.double(), targets), widened(upstream))
-    assert relative_error(dx, truth) < 1e-3, f"largest {dx.abs().max():.3e}, expected {truth.abs().max():.3e}"
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 12])
-def test_any_chunk_size_gives_the_same_loss_and_gradients(chunk_tokens):
-    for dtype in (FP16, FP32, FP64):
-        *inputs, targets = linear_inputs(11, 69, dtype)
-        assert_matches_float64(linear_operation(chunk_tokens=chunk_tokens), inputs, (targets,))
 
 
 def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
@@ -205,11 +187,11 @@ def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
 
 
 def test_in_one_chunk_and_without_autograd_the_loss_is_the_same():
-    x, weight, targets = linear_inputs(11, 70)
-    x = x.T.contiguous().T
-    loss, *_ = assert_matches_float64(linear_operation(), (x, weight), (targets,))
-    torch.testing.assert_close(linear_cross_entropy(x, weight, targets), loss)
-    torch.testing.assert_close(kernels.cross_entropy(x @ weight.T, targets), loss)
+    for dtype in (BF16, FP32, FP64):
+        x, weight, targets = linear_inputs(11, 70, dtype)
+        x = x.T.contiguous().T
+        loss, *_ = assert_matches_float64(linear_operation(), (x, weight), (targets,))
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets), loss)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a GPU runs Triton")

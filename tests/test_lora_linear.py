@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import kernels
 import kernels.launch
 from kernels import Linear, LoRALinear
-from test_kernels import Norm
+from test_kernels import EPS, Norm
 from tests.watch import Watch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def written_out(layer, x, rows, rank=3, alpha=5.0):
 
 
 def norm(x, weight):
-    return F.rms_norm(x, weight.shape, weight, 1e-5)
+    return F.rms_norm(x, weight.shape, weight, EPS)
 
 
 def add_norm(function, x, residual, norm_weight, *layers, **options):
