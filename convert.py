@@ -3,18 +3,17 @@
     python convert.py Llama3.2-1B my-llama                             Meta's format, params.json and a .pth
     python convert.py out/llama32_1b my-llama --dtype float32          a run's newest checkpoint: its master weights
     python convert.py Llama-3.2-1B my-llama --dtype float16
-    python convert.py out/qlora my-llama --merge original              adapters, merged into the published weights
+    python convert.py out/lora my-llama                                adapters, merged into the published weights
 
-Adapters are merged into the published weights, even if trained with --fp8. Adapters on an NF4 base are merged into the
-dequantized weights that they were trained on or, with --merge original, into the published ones, without NF4's error.
-You do not need convert.py to use a run: a checkpoint is such a folder, and train.py and sample.py read Hugging Face's.
+Adapters on an NF4 base are merged into the dequantized weights that they were trained on. To merge them into the
+published ones, use peft: a checkpoint of adapters is in its format. You do not need convert.py to use a run: a
+checkpoint is such a folder, and train.py and sample.py read Hugging Face's.
 Meta's files are read here alone.
 """
 
 import argparse
 import os
 import re
-import shlex
 import shutil
 import sys
 from functools import partial
@@ -26,35 +25,27 @@ from data.files import refuse_lfs_pointer
 from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
-from runtime import hf_config
-from runtime.checkpoint import Damaged, Folder, is_meta, load_model, open_folder, read_newest, read_object
-from runtime.hf_config import model_type, read_config
-from runtime.hf_names import Rows, hf_rows, unwrapped_names
+from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
+from runtime.hf import POSITIONS, STRETCHED, Rows, hf_rows, read_config, unwrapped_names
 from runtime.resume import hf_files
 from runtime.save import commit, write_folder
 
 
-def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> str | None:
-    """Write the model load_model(source) to `folder`, which appears only when it is complete; merge: see above.
+def convert(source: Path, folder: Path, dtype: str) -> None:
+    """Write the model load_model(source) to `folder`, which appears only when it is complete.
 
-    Returns the folder of the base that adapters were merged into. Raises ValueError or OSError if `source` cannot be
-    read, ValueError if `folder` cannot be written.
+    Raises ValueError or OSError if `source` cannot be read or `folder` cannot be written.
     """
-    partial = folder.with_name(folder.name + ".partial")
     opened, meta_weights = read_meta(source) if is_meta(source) else (open_folder(source), None)
     settings, tokenizer = read_config(opened)
-    if merge == "original" and not opened.adapter:
-        raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
-    if os.path.lexists(partial):  # it may be the user's
-        raise ValueError(f"{partial} already exists: remove it, or name another folder")
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
     try:
-        partial.mkdir(parents=True)  # fails before the weights are read
         if meta_weights is not None:
             config = LlamaConfig(**settings)
             rows = rows_of_meta(meta_weights, config, getattr(torch, dtype), source)
         else:
-            quantize_base = "none" if merge == "original" else None
-            model = load_model(source, "cpu", getattr(torch, dtype), quantize_base=quantize_base)
+            model = load_model(source, "cpu", getattr(torch, dtype))
             merge_lora(model)
             config = model.config
             rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, config)]
@@ -63,11 +54,6 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> s
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
         write_folder(partial, {"model": rows}, others, run)
         commit(partial, folder)
-        return opened.adapter and opened.adapter["base_model_name_or_path"]
-    except Damaged:  # main() names the checkpoint before it
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is not written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -110,28 +96,23 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     """
     weights = load_pth(path)
     params = read_object(path / "params.json")
-    kinds = {name: hf_config.kind(ours) for ours, name in hf_config.NAMES.items()} | {"rope_theta": float}
-    config = {
-        name: hf_config.setting(path / "params.json", params, theirs, kinds[name])
-        for name, theirs in META_SETTINGS.items()
-    }
+    config = {name: params.get(theirs) for name, theirs in META_SETTINGS.items()}
     if config["vocab_size"] != LLAMA3_VOCAB:
-        found = config["vocab_size"]
-        raise ValueError(f"{path / 'params.json'} says vocab_size {found}: Llama 3's is {LLAMA3_VOCAB}")
+        raise ValueError(f"{path} has vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
     head = weights.get("lm_head.weight")
     embedding = weights.get("model.embed_tokens.weight")
     gate = weights.get("model.layers.0.mlp.gate_proj.weight")
+    stretched = params.get("use_scaled_rope")
     tied = head is None or (embedding is not None and torch.equal(head, embedding))
     if tied:
         weights.pop("lm_head.weight", None)
-    stretched = hf_config.setting(path / "params.json", params, "use_scaled_rope", bool, None)
     # The file does not contain the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
     scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
+               STRETCHED: 8192}  # fmt: skip
     config |= META_SPECIAL_TOKENS | {
         "model_type": "llama", "tie_word_embeddings": tied,
         "intermediate_size": gate.shape[0] if gate is not None and gate.ndim else 0,
-        "rope_scaling": scaling if stretched else None, "max_position_embeddings": 131072 if stretched else 8192,
+        "rope_scaling": scaling if stretched else None, POSITIONS: 131072 if stretched else 8192,
     }  # fmt: skip
     return Folder(path, None, config, {}), weights
 
@@ -166,17 +147,13 @@ def in_hf_order(weight: torch.Tensor, name: str, head_dim: int, dtype: torch.dty
 def load_pth(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .pth by Hugging Face's names. It is a pickle, read with weights_only: no code is executed."""
     path = folder / META_FILE
-    n_files = len(list(folder.glob("consolidated.*.pth")))
-    if n_files > 1:
-        raise ValueError(f"{folder} holds a model in {n_files} parts: only a single {META_FILE} is supported")
-    if not path.is_file():
-        raise ValueError(f"{path} is missing, or not a regular file")
+    if len(list(folder.glob("consolidated.*.pth"))) > 1:
+        raise ValueError(f"{folder} holds a model in several parts: only a single {META_FILE} is supported")
+    require_file(path)
     with open(path, "rb") as file:
         refuse_lfs_pointer(file.read(100), path)
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # a hostile file may raise anything
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
     named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
@@ -202,23 +179,15 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a run (its newest checkpoint), a checkpoint or published weights")
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of weights")
-    parser.add_argument("--merge", choices=["trained", "original"], default="trained", help="the base for adapters")
     args = parser.parse_args()
     if os.path.lexists(args.folder):
         sys.exit(f"{args.folder} already exists: name a new folder")
-
-    def write(path):
-        base = convert(path, args.folder, args.dtype, args.merge)
-        merged = f", merged into {base}," if base else ""
-        reader = f'transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")'
-        if model_type() != "llama":  # model.py was changed
-            reader = f"python sample.py --out_dir={shlex.quote(str(args.folder))}"
-        print(f"{path}{merged} in {args.dtype}: {reader}")
-
     try:
-        read_newest(args.source, write)
+        source = newest_model(args.source)
+        convert(source, args.folder, args.dtype)
+        print(f"{args.folder}: {source} in {args.dtype}")
     except (OSError, ValueError) as error:
-        sys.exit(str(error))
+        sys.exit(f"{args.folder} is not written: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 

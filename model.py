@@ -35,7 +35,7 @@ from kernels.recompute import recomputed
 
 ACTIVATION = "silu"  # of the MLP's gate; kernels/glu.py also has gelu_tanh
 # config.json's model_type. Rename it when you change what this file computes: other software then refuses the weights,
-# instead of computing something else with them. Another ACTIVATION, and new weights (OWN in runtime/hf_names.py),
+# instead of computing something else with them. Another ACTIVATION, and new weights (OWN in runtime/hf.py),
 # rename it by themselves.
 MODEL_TYPE = "llama"
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -78,7 +78,7 @@ class LlamaConfig:
         """The projections that pack several matrices, and the rows of each: q, k, v, and gate, up.
 
         To the model one matrix is faster than three. Others take them apart by this table: optimizers, adapters,
-        checkpoints. A third needs a line here, and the names of its matrices in runtime/hf_names.py.
+        checkpoints. A third needs a line here, and the names of its matrices in runtime/hf.py.
         """
         kv = self.n_kv_head * self.head_dim
         return {"qkv_proj": (self.n_embd, kv, kv), "gate_up_proj": (self.ffn_dim, self.ffn_dim)}

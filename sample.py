@@ -23,7 +23,7 @@ from configurator import configure
 from data.chat.template import encode_prompt
 from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
-from runtime.checkpoint import Folder, load_model, open_folder, read_newest
+from runtime.checkpoint import Folder, load_model, newest_model, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file
 from runtime.generate import begin_document, generate_text
@@ -126,7 +126,7 @@ def converse(messages: list[dict]) -> None:
 
 
 try:
-    folder = read_newest(Path(out_dir), open_folder)
+    folder = open_folder(newest_model(Path(out_dir)))
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:

@@ -249,8 +249,7 @@ log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
-run_info["began_with"] = start_state["began_with"]
-settings["init_from"] = start_state["began_with"]["init_from"]  # what was read, not what a resume's command says
+settings["init_from"] = start_state["init_from"]  # what was read, not what a resume's command says
 first_step = start_state["step"]
 # Sequences read before this run's batch size took effect, less those that its steps so far would have read.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step

@@ -24,7 +24,7 @@ from benchmarks import runner, settings
 from benchmarks.trainers import SEED, TRAINERS, batches, hf_masters, hf_model, llama_config, train_step
 from model import Llama, fill
 from runtime import memory_stats
-from runtime.hf_names import hf_rows
+from runtime.hf import hf_rows
 
 # settings
 trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"

@@ -20,8 +20,7 @@ from benchmarks.records import Record
 from benchmarks.settings import ROOT
 from benchmarks.trainers import TRAINERS, llama_config
 from model import Llama
-from runtime.hf_config import write_config
-from runtime.hf_names import hf_rows
+from runtime.hf import hf_rows, write_config
 
 CONFIG = "config/llama32_1b.py"  # the default model
 TIMEOUT = 1200  # seconds per point: enough for 500,000 tokens per step, 8B's checkpoint, galore-torch's SVDs

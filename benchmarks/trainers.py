@@ -44,7 +44,7 @@ from data.loader import open_dataset
 from model import Llama, LlamaConfig
 from runtime import memory_stats
 from runtime.device import peak_flops
-from runtime.hf_config import write_config
+from runtime.hf import write_config
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))

@@ -21,7 +21,6 @@ Before a checkpoint's weights are read, the ranks share its files and compare th
 has no run.json, so only its format is checked. save.py writes checkpoints.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -38,29 +37,30 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from data.files import LFS_ADVICE, is_lfs_pointer, read_json, read_small
-from data.meta import check_meta
-from data.tokenizer import FILES, MODEL_FILES, published_name
+from data.meta import check_meta, is_dict, is_list, is_text, is_whole
+from data.tokenizer import FILES, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
 from runtime.distributed import from_rank_0, group_rank, group_size, local, local_world_size, on_all_ranks
-from runtime.hf_config import ADAPTED, add_missing, read_config
-from runtime.hf_names import Rows, hf_names, hf_rows, unwrapped_names
+from runtime.hf import ADAPTED, CONTEXT, POSITIONS, STRETCHED, Rows, hf_names, hf_rows, read_config, unwrapped_names
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
-TOKENIZER_FILES = (*FILES, *MODEL_FILES)  # copied from the folder that a run began with
+TOKENIZER_FILES = (*FILES, "tokenizer.model")  # copied from the folder that a run began with
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
-TENSOR_FILE = re.compile(r"[\w.-]{1,80}\.safetensors")  # what an index may name: no file in another folder
-DIGEST = re.compile(r"\d{1,15} [0-9a-f]{64}")
 CHUNK_BYTES = 2**22  # read and hashed at a time
 THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))  # to hash files: SHA-256 takes 0.6 s per GB
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-ONLY_SAFETENSORS = (
-    "only whole models in .safetensors are read: save pickled weights with transformers, merge adapters with peft, "
-    "convert Meta's files with convert.py, and take the weights that a GGUF file was made from"
-)
+# What an index or run.json may name: no file in another folder.
+is_file_name = is_text(r"[\w-][\w.-]{0,80}")
+is_count = is_whole(0, 2**53)
+is_object = is_dict(is_text(r"\w+"), lambda value: True)
+RUN_FIELDS = {  # of run.json
+    "digests": is_dict(lambda name: True, is_list(is_text(r"\d{1,15} [0-9a-f]{64}"))), "settings": is_object,
+    "versions": is_object, "step": is_count, "updates": is_count, "sequences": is_count,
+}  # fmt: skip
 
 
 class Damaged(ValueError):
@@ -88,15 +88,14 @@ class Folder(NamedTuple):
 # Which folder
 
 
-def is_model(folder: str | Path) -> bool:
+def is_model(folder: Path) -> bool:
     """True if a folder is a checkpoint or holds published weights."""
-    # os.path: pathlib raises for a name that is too long
-    return any(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "params.json", ADAPTED))
+    return any((folder / name).exists() for name in ("config.json", "params.json", ADAPTED))
 
 
 def is_meta(folder: Path) -> bool:
     """True if a folder holds weights in Meta's own format, which only convert.py reads."""
-    return os.path.exists(folder / "params.json") and not os.path.exists(folder / "config.json")
+    return (folder / "params.json").exists() and not (folder / "config.json").exists()
 
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
@@ -110,29 +109,12 @@ def newest(out_dir: str | Path) -> Path | None:
     return next(reversed(checkpoints(out_dir)), None)
 
 
-def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
-    """Return read(path) for the newest checkpoint of a run, or for `run` itself if it is a checkpoint or published.
-
-    Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
-    during the read.
-    """
-    for _ in range(5):
-        path = run if is_model(run) else newest(run)
-        if path is None:
-            if not run.is_dir():
-                raise ValueError(f"{run} is not a folder: train a model first, or name another")
-            similar = next((f", such as {each}" for each in sorted(run.glob("*")) if newest(each)), "")
-            raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder{similar}")
-        try:
-            return read(path)
-        except (OSError, ValueError) as error:
-            if not path.exists():
-                continue
-            older = checkpoints(run)[:-1] if path != run else []
-            if isinstance(error, Damaged) and older:
-                raise Damaged(f"{error}. The checkpoint before it: {older[-1]}") from error
-            raise
-    raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
+def newest_model(run: Path) -> Path:
+    """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one."""
+    path = run if is_model(run) else newest(run)
+    if path is None:
+        raise ValueError(f"{run} holds no checkpoint: train a model first, or name another folder")
+    return path
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,21 +139,22 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def digest(path: Path, begin: int = 0, end: float = float("inf")) -> str:
-    """The end and the SHA-256 of a part of a file, as run.json has them."""
-    sha256 = hashlib.sha256()
+def digests_of_file(path: Path, ends: Iterable[float] = (float("inf"),)) -> list[str]:
+    """Where each part of a file ends, and its SHA-256, as run.json has them. ends: at most there."""
+    digests = []
     with open(path, "rb", buffering=0) as file:
-        file.seek(begin)
-        while begin < end and (chunk := file.read(min(CHUNK_BYTES, end - begin))):
-            sha256.update(chunk)
-            begin += len(chunk)
-    return f"{begin} {sha256.hexdigest()}"
+        for end in ends:
+            sha256 = hashlib.sha256()
+            while chunk := file.read(min(CHUNK_BYTES, end - file.tell())):
+                sha256.update(chunk)
+            digests.append(f"{file.tell()} {sha256.hexdigest()}")
+    return digests
 
 
 def digests_of(folder: Path, files: Iterable[str]) -> dict[str, list[str]]:
     """The digests of whole files, by name."""
     with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-        return dict(threads.map(lambda file: (file, [digest(folder / file)]), files))
+        return dict(threads.map(lambda file: (file, digests_of_file(folder / file)), files))
 
 
 def digest_of_run(run: dict) -> str:
@@ -184,57 +167,41 @@ def read_run(path: Path) -> dict | None:
     if not (path / "run.json").exists():
         return None
     run = read_object(path / "run.json")
-    if run.pop("digest", None) != digest_of_run(run):
+    if run.pop("digest", None) != digest_of_run(run) or "digests" not in run:
         raise Damaged(f"{path / 'run.json'} is not what was saved")
-    digests = run.get("digests")
-    parts = digests.values() if isinstance(digests, dict) else [None]
-    if not all(isinstance(of_file, list) and all(map(DIGEST.fullmatch, map(str, of_file))) for of_file in parts):
-        raise Damaged(f"{path / 'run.json'} has no digests: expected a list of 'end sha256' for each file")
-    check_fields(run, path / "run.json")
+    for name, is_valid in RUN_FIELDS.items():
+        if name in run and not is_valid(run[name]):
+            raise Damaged(f"{path / 'run.json'} has {name} {run[name]!r:.40}, which no run saves")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
-    if "base_dtype" in run.get("settings", {}):  # of an older version
-        run["settings"]["quantize_base"] = run["settings"].pop("base_dtype").replace("bfloat16", "none")
+    settings = run.get("settings", {})
+    if "base_dtype" in settings:  # of an older version
+        settings["quantize_base"] = "nf4" if settings.pop("base_dtype") == "nf4" else "none"
     return run
-
-
-def check_fields(run: dict, path: Path) -> None:
-    """Raise ValueError for a run.json whose digest is right, but whose values are of other types or sizes."""
-    for name in run.keys() & {"settings", "versions", "dataset", "began_with"}:
-        if not isinstance(run[name], dict):
-            raise ValueError(f"{path} has {name} {run[name]!r:.40}: expected an object")
-    for name in run.keys() & {"step", "updates", "sequences"}:
-        if type(run[name]) is not int or not 0 <= run[name] < 2**53:
-            raise ValueError(f"{path} has {name} {run[name]!r:.40}: expected a number of steps or sequences")
-    for fields, name in ((run.get("settings", {}), "base_dtype"), (run.get("began_with", {}), "init_from")):
-        if not isinstance(fields.get(name, ""), str):
-            raise ValueError(f"{path} has {name} {fields[name]!r:.40}: expected a text")
 
 
 def verify(path: Path, run: dict | None, files: Iterable[str], i: int = 0, n: int = 1) -> None:
     """Compare files of a checkpoint with run.json's digests; the i-th of n parts of this work. Damaged if they differ.
 
-    A file has one digest. Older versions wrote one for each 4 MiB, which is why an entry is a list of "end sha256".
+    A file has one digest. Older versions wrote one for each 4 MiB, which is why an entry is a list.
     """
-    parts = []
-    for file in sorted(files) if run else ():
-        begin = 0
-        for expected in run["digests"].get(file, []):
-            parts.append((path / file, begin, expected))
-            begin = int(expected.split()[0])
-        if not (path / file).is_file():
-            raise Damaged(f"{path / file} {not_a_file(path / file)}")
-        if (path / file).stat().st_size != begin:
-            raise Damaged(f"{path / file} has {(path / file).stat().st_size} bytes, but {begin} were saved")
 
-    def check(part):
-        file, begin, expected = part
-        end = int(expected.split()[0])
-        if digest(file, begin, end) != expected:
-            raise Damaged(f"{file} is damaged: its bytes {begin} to {end} are not what was saved")
+    def check(file):
+        require_file(path / file)
+        expected = run["digests"].get(file, [])
+        ends = [int(digest.split()[0]) for digest in expected]
+        if ends[-1:] != [(path / file).stat().st_size] or digests_of_file(path / file, ends) != expected:
+            raise Damaged(f"{path / file} is damaged: it is not what was saved")
 
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(check, parts[i::n]))
+        list(threads.map(check, sorted(files)[i::n] if run else ()))
+
+
+def require_file(path: Path) -> None:
+    """Raise Damaged for anything but a regular file: opening a pipe would wait forever."""
+    if not path.is_file():
+        problem = "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
+        raise Damaged(f"{path} {problem}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -260,87 +227,67 @@ def _open_folder(path, stems):
     verify(path, run, small & run["digests"].keys() if run else ())  # also what sample.py will read
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
-    if adapted and "base_model_name_or_path" not in adapter:
+    if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):
         raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
-    add_missing(config, run or {})
+    scaling = config.get("rope_scaling")
+    if run and isinstance(scaling, dict) and scaling.get(STRETCHED) == config.get(POSITIONS):
+        # Older versions wrote, for weights from scratch, no other context than the one that RoPE is scaled from.
+        config.setdefault(CONTEXT, run.get("settings", {}).get("block_size"))
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
             config["nanocria_tokenizer"] = name
     tensors = {}
     for stem in stems:
-        single = "adapter_model.safetensors" if adapted and stem == "model" else f"{stem}.safetensors"
-        tensors |= _saved_tensors(path, run, single) if run else _published_tensors(path, single)
+        of_stem = _tensors_of(path, "adapter_model" if adapted and stem == "model" else stem)
+        for name, info in of_stem.items():
+            if run is None and stem == "model" and info.dtype not in WEIGHT_DTYPES:
+                raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
+        tensors |= of_stem
     if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
         tensors[EMBEDDING] = tensors.pop(HEAD)
     return Folder(path, run, config, tensors, adapter)
 
 
-def _saved_tensors(path, run, single):
-    """The tensors of a checkpoint in one file, or in several: model-00001-of-00002.safetensors, ..."""
-    pattern = re.compile(single.replace(".", r"(-\d+-of-\d+)?\."))
-    files = [file for file in run["digests"] if pattern.fullmatch(file)]
-    return {name: info for file in files or [single] for name, info in _tensors_in(path, file).items()}
-
-
-def _published_tensors(path, single):
-    """The tensors of one file or, without it, of all files that the index names."""
-    index = path / f"{single}.index.json"
-    if (path / single).exists():
-        _say_unread(path, single)
-        tensors = _tensors_in(path, single)
+def _tensors_of(path, stem):
+    """The tensors of one file or, without it, of all files that the index names. As in transformers, an index beside a
+    whole file does not count.
+    """
+    whole = f"{stem}.safetensors"
+    index = path / f"{whole}.index.json"
+    if (path / whole).exists():
+        _say_unread(path, whole)
+        tensors = _tensors_in(path, whole)
     elif index.exists():
         file_of = read_object(index).get("weight_map")
-        if not isinstance(file_of, dict) or not all(map(TENSOR_FILE.fullmatch, map(str, file_of.values()))):
+        if not is_dict(lambda name: True, is_file_name)(file_of):
             raise Damaged(f"{index} has no weight_map from tensor names to file names")
-        held = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
-        lost = [name for name, file in file_of.items() if name not in held[file]]
+        in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
+        lost = [name for name, file in file_of.items() if name not in in_file[file]]
         if lost:
             raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
-        tensors = {name: held[file][name] for name, file in file_of.items()}
+        tensors = {name: in_file[file][name] for name, file in file_of.items()}
     else:
-        raise Damaged(f"{path / single} is missing: {ONLY_SAFETENSORS}")
-    for name, info in tensors.items():
-        if single == "model.safetensors" and info.dtype not in WEIGHT_DTYPES:
-            raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
+        raise Damaged(f"{path / whole} is missing: only whole models in .safetensors are read, and convert.py's")
     return {inner: tensors[name] for inner, name in unwrapped_names(tensors, path).items()}
 
 
-@functools.cache
-def _say_unread(folder, single):
-    """Say, once, which files beside a whole one are not read: like transformers we prefer it to those of an index."""
-    index = folder / f"{single}.index.json"
-    unread = sorted(file.name for file in folder.glob(single.replace(".", "-*.")))
-    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # missing or damaged
-        if set(read_object(index)["weight_map"].values()) != {single}:
-            unread.append(index.name)
+@functools.cache  # once
+def _say_unread(folder, whole):
+    unread = sorted(file.name for file in folder.glob(whole.replace(".", "-*.")))
     if unread:
-        print(f"{folder / single} is read, but not {', '.join(unread):.200}", file=sys.stderr)
-
-
-def not_a_file(path: Path) -> str:
-    return "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
-
-
-def require_utf8(path: Path) -> None:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{str(path)!r}: the safetensors package opens only names in UTF-8, rename it") from None
+        print(f"{folder / whole} is read, but not {', '.join(unread):.200}", file=sys.stderr)
 
 
 def _open_tensors(path):
-    if not path.is_file():  # opening a pipe would wait forever
-        raise Damaged(f"{path} {not_a_file(path)}")
-    require_utf8(path)
+    require_file(path)
     with open(path, "rb") as file:  # an OSError says why it cannot be opened, the package's does not
         head = file.read(100)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        if is_lfs_pointer(head):
-            raise Damaged(f"{path} {LFS_ADVICE}") from error
-        raise Damaged(f"{path} is damaged, or not a safetensors file: {error!s:.200}") from error
+        problem = LFS_ADVICE if is_lfs_pointer(head) else f"is damaged, or not a safetensors file: {error!s:.200}"
+        raise Damaged(f"{path} {problem}") from error
 
 
 def _tensors_in(path, file):
@@ -428,14 +375,12 @@ def read_weights(
         if state not in ("", "lower_half")
         for rows in hf_rows(name, x, config, state)
     ]
-    expected = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states} | {HEAD}
+    known = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states} | {HEAD}
+    skipped = re.compile(r"(lower_half|master)\..*|.*rotary_emb\.inv_freq")  # the latter: of old transformers
     more = [
         name
         for name, info in folder.tensors.items()
-        if name not in expected
-        and not name.startswith(("lower_half.", "master."))
-        and not name.endswith("rotary_emb.inv_freq")  # from old versions of transformers
-        and (tensors or not info.file.startswith("optimizer"))
+        if name not in known and not skipped.fullmatch(name) and (tensors or not info.file.startswith("optimizer"))
     ]
     if more:
         raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
@@ -457,8 +402,7 @@ def read_weights(
                 weight = read_as(torch.float32, name, master)
             tied_head = name == "tok_embeddings.weight" and config.tie_embeddings and HEAD in folder.tensors
             if tied_head and not torch.equal(weight, read_as(torch.float32, name, saved_as=HEAD)):
-                advice = "config.json says tie_word_embeddings: set it to false"
-                raise ValueError(f"{folder.path} has a separate {HEAD}, but {advice}")
+                raise ValueError(f"{folder.path} has a separate {HEAD}, but config.json says tie_word_embeddings")
             put(name, weight)
         for rows in states:
             read_rows(folder, rows)
@@ -467,33 +411,21 @@ def read_weights(
     on_all_ranks(fill_all)
 
 
-@contextlib.contextmanager
-def _base_is_no_checkpoint():
-    """Turn Damaged into ValueError: an older checkpoint would have the same base, so going back does not help."""
-    try:
-        yield
-    except Damaged as error:
-        raise ValueError(str(error)) from error
-
-
-@_base_is_no_checkpoint()
-def open_base(folder: Folder, path: Path | None = None) -> Folder:
+def open_base(folder: Folder) -> Folder:
     """The folder of the base weights of a checkpoint of adapters. Every rank must call it.
 
-    path: where it is now; None: where it was. ValueError if it is gone, damaged, or another model.
+    It is where adapter_config.json says. ValueError if it is gone or another model.
     """
-    path = path or Path(str(folder.adapter.get("base_model_name_or_path"))).expanduser()
+    path = Path(folder.adapter["base_model_name_or_path"]).expanduser()
+    advice = f"set base_model_name_or_path in {folder.path / 'adapter_config.json'} to the folder of their base"
     if not is_model(path):
-        advice = "set base_model_name_or_path in adapter_config.json to their folder, or pass train.py --init_from"
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {advice}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
-        advice = "put that base back, or set base_model_name_or_path in adapter_config.json to its folder"
         raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {advice}")
     return base
 
 
-@_base_is_no_checkpoint()
 def read_base(
     folder: Folder, model: Llama, dtype: torch.dtype | None = None, cpu_weights: dict[str, torch.Tensor] | None = None
 ) -> None:
@@ -521,21 +453,16 @@ def read_base(
     read_weights(folder, frozen | whole, model.config, put)
 
 
-def load_model(
-    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, quantize_base: str | None = None
-) -> Llama:
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
     """Load the model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
     In float32 the weights are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
-    adapters gives the model with its adapters (to merge them: lora.merge_lora). quantize_base: how its frozen weights
-    are held, 'none' (the original weights, in dtype, even after training with fp8) or 'nf4'; None: as in the run.
+    adapters gives the model with its adapters (to merge them: lora.merge_lora) on the frozen weights in NF4, if the run
+    had them so, else in dtype, even after training with fp8.
     Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
     OSError if it cannot be read now.
     """
-    return read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, quantize_base))
-
-
-def _load_model(path, device, dtype, quantize_base):
+    path = newest_model(Path(path))
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, _ = read_config(folder)
@@ -545,7 +472,7 @@ def _load_model(path, device, dtype, quantize_base):
         model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
-            add_lora(model, run["lora_rank"], run["lora_alpha"], quantize_base or run["quantize_base"])
+            add_lora(model, run["lora_rank"], run["lora_alpha"], run["quantize_base"])
     model.to_empty(device=device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if base:

@@ -22,7 +22,7 @@ except ImportError as error:
     sys.exit(f"{error}: pip install --upgrade lm_eval")
 
 from data.tokenizer import tokenizer_of
-from runtime.checkpoint import load_model, read_newest
+from runtime.checkpoint import load_model, newest_model
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import log_likelihoods
 from runtime.generate import generate_text
@@ -34,7 +34,7 @@ class Nanocria(TemplateLM):
         super().__init__()
         device = pick_device("cpu" if device == "cpu" else "auto")  # the harness passes cuda by default
         self.lm = load_model(out_dir, device, getattr(torch, pick_dtype(dtype, device)))
-        self.tokens = read_newest(Path(out_dir), tokenizer_of)
+        self.tokens = tokenizer_of(newest_model(Path(out_dir)))
         self.prefix = self.tokens.bos_token or self.tokens.eos_token  # before what has no context
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8  # auto, or auto:4
 

@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-
 from data.loader import dataset_folder
 from data.tokenizer import (
     dataset_files,
@@ -55,43 +53,30 @@ from runtime.distributed import (
     stop,
     stop_on_error,
 )
-from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
-from runtime.hf_names import OWN, hf_names
+from runtime.hf import ADAPTED, OWN, hf_names, read_config, write_adapter_config, write_config
 from runtime.save import lock_out_dir, mark_damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {  # a checkpoint's tensors depend on them; the defaults are for checkpoints that lack them
-    "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
-    "quantize_base": "none",
-}  # fmt: skip
-FORMER_SETTINGS = {"beta1": 0.9, "beta2": 0.95}  # of older versions, now constants
-FORMER_GALORE_SETTINGS = {"galore_interval": 200, "galore_scale": 1.0}
+ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "quantize_base")
+STATE_SETTINGS = ("optimizer", "optimizer_bits", "galore_rank", *ADAPTER_SETTINGS)  # a checkpoint's tensors depend on
+FORMER_SETTINGS = {"beta1": 0.9, "beta2": 0.95, "galore_interval": 200, "galore_scale": 1.0}  # now constants
 NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
-FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: the digests show changes
-HARMLESS_SETTINGS = {  # these do not change what a run computes: a resume does not report them
-    "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
-    "async_save", "profile", "wandb_log", "device", "compile", "cuda_graph",
-    "offload", "offload_dir", "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding",
-    "sync_every_micro_batch", "copy_engines", "timeout",
-}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
 # out_dir
 
 
-def claim(out_dir: str) -> TextIO:
+def claim(out_dir: str) -> TextIO | None:
     """Create and lock out_dir, or end the run, also if it holds a model or is not shared.
 
-    Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
+    Returns, on rank 0, an open file that holds the lock until it is closed: two runs would delete each other's
+    checkpoints.
     """
-    content = None
+    lock_file = Path(out_dir) / ".lock"
     with stop_on_error():
-        file = on_all_ranks(lambda: lock_out_dir(Path(out_dir)) if rank == 0 else None)
-    with contextlib.suppress(OSError):
-        file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
-        file.seek(0)
-        content = file.read()
+        file = on_all_ranks(lambda: lock_out_dir(lock_file.parent) if rank == 0 else None)
+    content = lock_file.read_text() if lock_file.exists() else None
     # If ranks had separate folders, each would hold only a part of every checkpoint.
     require_same_on_all_ranks({"out_dir": content}, f"{out_dir} must be one folder that all machines share")
     return file
@@ -125,22 +110,12 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
     if init_from in NO_FOLDERS:
         return None
-    if weights := _weights_in(init_from):
-        return weights
     path = Path(init_from).expanduser()
-    problem = "has no config.json" if os.path.isdir(path) else "is not a folder"
-    expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-    stop(f"{str(path)!r} {problem}: init_from is {expected}. To fetch one: hf download NAME --local-dir FOLDER")
-
-
-def _weights_in(init_from: str) -> Path | None:
-    """The weights that a folder holds: published ones, a checkpoint, or the newest checkpoint of a run; None if it has
-    none.
-    """
-    path = Path(os.path.expanduser(init_from))
-    if is_model(path):
-        return path
-    return newest_for_all_ranks(path) if os.path.isdir(path) else None
+    start = path if is_model(path) else newest_for_all_ranks(path)
+    if start is None:
+        expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
+        stop(f"{path} holds no weights: init_from is {expected}. To fetch one: hf download NAME --local-dir FOLDER")
+    return start
 
 
 def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
@@ -167,10 +142,8 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
     resumes = _is_checkpoint_of(start, out_dir)
     try:
         folder = _open_checkpoint(start) if resumes else open_folder(start)
-        _require_same_model(folder, resumes, config, settings, dataset)
+        _require_fit(folder, resumes, config, settings, dataset)
         check_sizes(_base_of(folder, settings) or folder, read_config(folder)[0])
-        if resumes:
-            _require_same_start(folder, settings["init_from"])
     except (OSError, ValueError) as error:
         if not (isinstance(error, Damaged) and resumes):
             stop(str(error))
@@ -182,18 +155,16 @@ def _is_checkpoint_of(start, out_dir):
 
 def _base_of(folder: Folder, settings) -> Folder | None:
     """The folder of the frozen weights, for a run that trains adapters and starts from `folder`; else None."""
-    if not folder.adapter:
-        return folder if settings["lora_rank"] else None
-    named = None if settings["init_from"] in NO_FOLDERS else _weights_in(settings["init_from"])
-    is_base = named is not None and not (named / "adapter_config.json").exists()
-    return open_base(folder, named if is_base else None)
+    if folder.adapter:
+        return open_base(folder)
+    return folder if settings["lora_rank"] else None
 
 
 def _open_checkpoint(path: Path) -> Folder:
     folder = open_folder(path, ("model", "optimizer"))
     if folder.run is None:
         raise Damaged(f"{path / 'run.json'} is missing")
-    missing = REQUIRED - folder.run.keys()
+    missing = (REQUIRED - folder.run.keys()) or (set(STATE_SETTINGS) - folder.run["settings"].keys())
     if missing:
         raise ValueError(f"{path} is not a checkpoint of this version: its run.json lacks {', '.join(sorted(missing))}")
     return folder
@@ -203,101 +174,57 @@ def _open_checkpoint(path: Path) -> Folder:
 # Does it fit?
 
 
-def _began_with(run: dict) -> dict:
-    """What a run began with: init_from, a folder as an absolute path, and the fingerprint of its weights, None for
-    random ones. A run.json of an older version has no fingerprint, and the init_from of the last command.
-    """
-    return run.get("began_with") or {"init_from": str(run["settings"].get("init_from", "auto"))}
+def _require_fit(folder: Folder, resumes: bool, config: LlamaConfig, settings: dict, dataset: dict) -> None:
+    """End the run if its start, tokenizer, model or what its states depend on are not those of the folder."""
+    if resumes:
+        _require_same_start(folder, settings["init_from"])
+    _require_same_tokenizer(folder, resumes, settings, dataset)
+    _require_same_settings(folder, resumes, config, settings)
 
 
-def _require_same_start(folder: Folder, init_from: str) -> None:
-    """End the run if init_from names other weights than a checkpoint's run began with: they would not be read.
-
-    The same are: the same path, whatever is there now; the same weights in another place; the base of its adapters.
-    """
-    if init_from in NO_FOLDERS:
-        return
-    began_with = _began_with(folder.run)
-    source = began_with["init_from"]
-    if source in ("auto", "resume") and "fingerprint" not in began_with:  # an older version does not say
-        return
-    if source not in NO_FOLDERS and _absolute(init_from) == _absolute(source):
-        return
-    weights = _weights_in(init_from)
-    with contextlib.suppress(OSError, ValueError):  # weights that cannot be read are not the same
-        known = {began_with.get("fingerprint"), folder.config.get("nanocria_base")} - {None}
-        if weights and fingerprint(open_folder(weights)) in known:
-            return
-    source = "random weights" if source in NO_FOLDERS else source
-    advice = "--init_from=resume continues it, another --out_dir starts a new run"
-    stop(f"{folder.path} is of a run that began with {source}, so {init_from} would not be read: {advice}")
+def _require_same_start(folder, init_from):
+    """End the run if init_from names other weights than a checkpoint's run began with: they would not be read."""
+    began_with = str(folder.run["settings"].get("init_from"))
+    if init_from not in NO_FOLDERS and _absolute(init_from) != _absolute(began_with):
+        source = "random weights" if began_with in NO_FOLDERS else began_with
+        advice = "--init_from=resume continues it, another --out_dir starts a new run"
+        stop(f"{folder.path} is of a run that began with {source}, so {init_from} would not be read: {advice}")
 
 
 def _absolute(folder: str) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
 
-def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset) -> None:
-    """End the run if its tokenizer, its model or what its states depend on are not those of the folder."""
-    _require_same_tokenizer(folder, resumes, config, settings, dataset)
-    _require_same_settings(folder, resumes, config, settings)
-
-
-def _require_same_tokenizer(folder, resumes, config, settings, dataset):
+def _require_same_tokenizer(folder, resumes, settings, dataset):
     model, tokenizer = read_config(folder)
-    n_tokens = dataset["vocab_size"]
-    n_rows = model["vocab_size"]
-    if tokenizer in (None, dataset["tokenizer"]) and n_tokens > n_rows:
-        problem = f"the data's tokenizer has {n_tokens:,} tokens, but {folder.path} has rows for {n_rows:,}"
-        stop(f"{problem}: prepare the data with the weights' own tokenizer, or give the weights more rows")
-    if tokenizer is None:  # only the user can know
-        name = dataset["tokenizer"]
-        sentence = f"{folder.path} does not say its tokenizer, which must be the data's: {name}, {n_tokens:,} tokens"
-        if config.vocab_size == n_tokens != n_rows:
-            stop(f"{sentence}. If so, pass --vocab_size={n_rows}; else prepare the data with it")
-        print0(sentence)
-    elif tokenizer != dataset["tokenizer"]:
+    if tokenizer not in (None, dataset["tokenizer"]):
         problem = f"was trained on {tokenizer} tokens, {settings['dataset']} holds {dataset['tokenizer']} tokens"
         setting = "out_dir" if resumes else "init_from"
         advice = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
         stop(f"{folder.path} {problem}: {advice}")
+    data = f"{dataset['tokenizer']}, {dataset['vocab_size']:,} tokens"
+    if dataset["vocab_size"] > model["vocab_size"]:
+        problem = f"{folder.path} has rows for {model['vocab_size']:,}, but the data's tokenizer is {data}"
+        stop(f"{problem}: prepare the data with the weights' own tokenizer")
+    if tokenizer is None:  # only the user can know
+        print0(f"{folder.path} does not say its tokenizer, which must be the data's: {data}")
 
 
 def _require_same_settings(folder, resumes, config, settings):
     was, _ = read_config(folder)
     now = {name: getattr(config, name) for name in MODEL_SETTINGS}
-    if resumes and folder.run["settings"].get("optimizer") == "apollo":
-        advice = f"to go on with its weights and new states, pass --init_from={shlex.quote(str(folder.path))}"
-        stop(f"{folder.path} has the states of APOLLO, which is no longer here: {advice} and another out_dir")
-    if resumes or folder.adapter:
-        states = _state_settings(folder.run["settings"])
-        was |= states
-        now |= {name: settings[name] for name in states}
+    more = ADAPTER_SETTINGS if folder.adapter else ()
+    for name in STATE_SETTINGS if resumes else more:
+        was[name] = folder.run["settings"][name]
+        now[name] = settings[name]
     if not resumes and config.block_size > was["block_size"]:
         context = f"the {was['block_size']:,} tokens of {folder.path}'s context"
         print0(f"block_size {config.block_size:,} exceeds {context}")
-
-    def in_float32(value):  # a GGUF file holds 1e-5 as 9.9999997e-06
-        return float(np.float32(value)) if isinstance(value, float) else value
-
-    differing = [name for name in now if in_float32(was[name]) != in_float32(now[name])]
+    differing = [name for name in now if was[name] != now[name]]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        advice = f"pass {flags}, or change {'out_dir' if resumes else 'init_from'}"
-        if folder.adapter and "lora_rank" in differing:
-            command = f"python convert.py {shlex.quote(str(folder.path))} FOLDER, --init_from=FOLDER"
-            advice += f". To begin with adapters and base merged: {command}"
-        stop(f"{folder.path} has {differences}: {advice}")
-
-
-def _state_settings(settings: dict) -> dict:
-    used = {name: settings.get(name, before) for name, before in STATE_SETTINGS.items()}
-    if used["optimizer"] != "galore":
-        del used["galore_rank"]
-    if not used["lora_rank"]:
-        del used["lora_alpha"], used["quantize_base"]
-    return used
+        stop(f"{folder.path} has {differences}: pass {flags}, or change {'out_dir' if resumes else 'init_from'}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -328,12 +255,11 @@ def _begin(start, model, optimizer, run_info):
     if base:
         read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
     if folder and folder is not base:
-        own = tuple(f".{name}" for name in OWN)
-        new = [name for name in optimizer.parameters if f".{name}".endswith(own)]
-        new = [name for name in new if hf_names(name)[0] not in folder.tensors]
-        if new:
-            print0(f"begins    with random {', '.join(new)}: {folder.path} has none")
-        parameters = {name: p for name, p in optimizer.parameters.items() if name not in new}
+        parameters = dict(optimizer.parameters)
+        for name in optimizer.parameters:
+            if name.endswith(tuple(OWN)) and hf_names(name)[0] not in folder.tensors:
+                print0(f"begins    with random {name}: {folder.path} has none")
+                del parameters[name]
         read_weights(folder, parameters, model.config, optimizer.set_weight)
     if folder:
         print0(f"begins    with the weights of {start}")
@@ -343,10 +269,8 @@ def _begin(start, model, optimizer, run_info):
         print0(f"          keep {base.path}, which its run may delete: the adapters are useless without it")
     for name in optimizer.parameters if settings["keep_last"] else ():
         hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
-    began_with = {"init_from": settings["init_from"], "fingerprint": None}
-    if folder:
-        began_with = {"init_from": _absolute(settings["init_from"]), "fingerprint": fingerprint(folder)}
-    start_state = {"step": 0, "sequences": 0, "resume_seconds": None, "began_with": began_with}
+    init_from = _absolute(settings["init_from"]) if folder else settings["init_from"]
+    start_state = {"step": 0, "sequences": 0, "resume_seconds": None, "init_from": init_from}
     return start_state, _hf_files_of(folder, base, model.config, run_info)
 
 
@@ -358,15 +282,11 @@ def _resume(out_dir, model, optimizer, run_info):
         path = newest_for_all_ranks(out_dir)
         try:
             folder = _open_checkpoint(path)
-            _require_same_model(folder, True, model.config, settings, run_info["dataset"])
-            if folder.run["step"] > settings["max_iters"] and not settings["eval_only"]:
+            run = folder.run
+            _require_fit(folder, True, model.config, settings, run_info["dataset"])
+            if run["step"] > settings["max_iters"] and not settings["eval_only"]:
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
-            _require_same_start(folder, settings["init_from"])
-            base = _base_of(folder, settings)
-            hf_files = _hf_files_of(folder, base, model.config, run_info)
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, optimizer.tensors())
-            if base:
-                read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
             break
         except Damaged as error:
             if len(from_rank_0(lambda: checkpoints(out_dir))) == 1:
@@ -374,34 +294,32 @@ def _resume(out_dir, model, optimizer, run_info):
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
-    optimizer.load_counters(folder.run)
-    changed = _changes(folder.run, run_info)
+    base = _base_of(folder, settings)
+    if base:
+        read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
+    hf_files = _hf_files_of(folder, base, model.config, run_info)
+    optimizer.load_counters(run)
+    changed = _changes(run, run_info)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
-    if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
-        print0(
-            "nothing left to train: a larger --max_iters trains on, another --out_dir starts a new run, "
-            "--eval_only=true evaluates this one"
-        )
+    if run["step"] == settings["max_iters"] and not settings["eval_only"]:
+        print0("nothing left to train: raise --max_iters, or name another --out_dir for a new run")
     seconds = time.perf_counter() - start_time
-    return folder.run | {"resume_seconds": seconds, "began_with": _began_with(folder.run)}, hf_files
+    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
 
 
 def _changes(run: dict, run_info: dict) -> list[str]:
-    """What has changed since the checkpoint was saved and affects what the run computes."""
-    was, now = (STATE_SETTINGS | each["settings"] | {"dtype": each["dtype"]} for each in (run, run_info))
-    was |= run.get("versions") or {}
-    now |= FORMER_SETTINGS | run_info["versions"]
-    if now["optimizer"] == "galore":
-        now |= FORMER_GALORE_SETTINGS
+    """What has changed since the checkpoint was saved."""
+    was, now = (each["settings"] | {"dtype": each["dtype"]} | each.get("versions", {}) for each in (run, run_info))
+    now = FORMER_SETTINGS | now
     changed = [
         f"{name} {was[name]} -> {value}"
         for name, value in now.items()
-        if was.get(name, value) != value and name not in HARMLESS_SETTINGS  # absent in checkpoints older than it
+        if was.get(name, value) != value and name not in ("init_from", "out_dir")  # absent in checkpoints older than it
     ]
     return changed + [
-        f"the dataset's {name} {run['dataset'][name]!s:.12} -> {value!s:.12}"  # the beginning of a digest
+        f"the dataset's {name} {run['dataset'][name]:.12} -> {value:.12}"  # the beginning of a digest
         for name, value in run_info["dataset"].items()
-        if run["dataset"].get(name, value) != value and not name.endswith(FOLLOWING)
+        if name.endswith("_sha256") and run["dataset"].get(name, value) != value
     ]
 
 

@@ -9,7 +9,6 @@ A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
 """
 
 import concurrent.futures
-import contextlib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, require_utf8
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -45,7 +44,7 @@ from runtime.distributed import (
     shard_like,
     worker_thread,
 )
-from runtime.hf_names import Rows, hf_rows
+from runtime.hf import Rows, hf_rows
 
 PAUSES = "training will pause while a checkpoint is written"
 FILE_BYTES = 5 * 10**9  # maximum for one .safetensors, Hugging Face's
@@ -337,7 +336,6 @@ def _header(tensors):
 
 def _write_file(path, content, n_bytes=0):
     """Create a file that begins with this content and has n_bytes, if that is more, and flush it to disk."""
-    path.parent.mkdir(exist_ok=True)  # original/
     with open(path, "xb") as file:  # x: never through a link
         file.write(content)
         file.truncate(max(n_bytes, len(content)))
@@ -365,16 +363,11 @@ def _write_rows(path, tensors):
 
 def lock_out_dir(out_dir: Path) -> TextIO:
     """Create out_dir and lock it until the file is closed. OSError if another run locks it, ValueError for a model."""
-    require_utf8(out_dir)
     if is_model(out_dir):
-        if out_dir.name.startswith("step_"):
-            advice = f"--out_dir={out_dir.parent} resumes from the newest one there"
-            raise ValueError(f"{out_dir} is a checkpoint: {advice}")
-        advice = "name a folder for this run alone"
-        raise ValueError(f"{out_dir} holds published weights, which sample.py would read: {advice}")
+        raise ValueError(f"{out_dir} holds weights: name a folder for this run alone, or the one above a checkpoint")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(out_dir / ".lock", "a+")
+        file = open_to_write(out_dir / ".lock", "a")
         lock(file)
         file.truncate(0)
         file.write(f"{time.time_ns()}\n")  # the other ranks compare this
@@ -389,10 +382,8 @@ def lock_out_dir(out_dir: Path) -> TextIO:
 
 def commit(partial: Path, final: Path) -> None:
     """Give a complete checkpoint its final name, safe against a power failure."""
-    for folder in (*filter(Path.is_dir, partial.iterdir()), partial):
-        _sync(folder)
-    if final.is_symlink() or final.exists():  # the run resumed from an earlier step and got here again
-        remove(final)
+    _sync(partial)
+    remove(final)  # the run resumed from an earlier step and got here again
     partial.rename(final)
     _sync(final.parent)
 
@@ -405,34 +396,32 @@ def _sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. Rename it first: a half-deleted one must not look complete or block the next save."""
-    if path.is_symlink():  # the user moved its files elsewhere: keep them
+    """Delete a checkpoint, if there is one. Rename it first: a half-deleted one must not look complete. If it is a link
+    because the user moved the files elsewhere, they stay.
+    """
+    if os.path.lexists(path):
+        delete(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")))
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, or a link, not what it names. A leftover that cannot be deleted does no harm."""
+    shutil.rmtree(path, ignore_errors=True)  # no-op for a link
+    if path.is_symlink():
         path.unlink()
-    else:
-        old = path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial"))
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_partial(out_dir: Path) -> None:
-    """Delete what a run left that was killed while it saved or deleted a checkpoint; of a link, not what it names."""
+    """Delete what a run left that was killed while it saved or deleted a checkpoint."""
     for path in out_dir.glob("step_*.partial"):
-        with contextlib.suppress(OSError):  # a leftover that cannot be deleted does no harm
-            if path.is_symlink() or path.is_file():
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+        delete(path)
 
 
 def remove_all_but(out_dir: Path, keep_last: int) -> None:
     for old in checkpoints(out_dir)[:-keep_last]:
-        try:
-            remove(old)
-        except OSError as error:  # the new checkpoint is complete anyway
-            print0(f"cannot delete {old}: {error.strerror}", file=sys.stderr)
+        remove(old)
 
 
 def mark_damaged(path: Path) -> None:
     damaged = path.with_name(path.name + ".damaged")
-    if damaged.is_symlink() or damaged.exists():  # the same step was damaged before
-        remove(damaged)
+    remove(damaged)  # the same step was damaged before
     path.rename(damaged)

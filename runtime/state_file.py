@@ -21,13 +21,11 @@ import fcntl
 import math
 import mmap
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -37,9 +35,6 @@ PAGE = 4096  # direct I/O reads and writes multiples of this
 THREADS = 4  # to read and write
 MEASURED_BYTES = 2**28  # written and read to measure a drive before the run,
 REQUEST_BYTES = 2**24  # this many at a time
-NETWORK = re.compile(  # file system types as named in /proc/mounts
-    r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|ocfs2|gfs2|davfs|fuse\.(?!fuse-overlayfs).*"
-)
 
 
 def as_bytes(x: torch.Tensor) -> memoryview:
@@ -156,47 +151,29 @@ class StateFile:
 def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
     """A file for n_bytes of this rank's state, all read and written in each step; None without an offload_dir.
 
-    Prints the drive's speed. Ends the run if there is no room or no local folder. Every rank must call it.
+    Prints the drive's speed. Ends the run if there is no room or no folder. Every rank must call it.
     """
     if offload_dir is None:
         return None
     folder = os.path.expanduser(offload_dir)
     n_bytes = math.ceil(n_bytes)
     with stop_on_error():
-        on_all_ranks(lambda: _require_drive(folder, n_bytes * local_world_size))
+        on_all_ranks(lambda: _require_room(folder, n_bytes * local_world_size))
         file = on_all_ranks(lambda: StateFile(folder, n_bytes))
     slowness = all_reduce_max([1 / speed for speed in file.speeds])
     writes, reads = (1 / seconds / 1e9 for seconds in slowness)
     how = "" if file.direct else ", not directly, which its file system does not support"
-    what = ", which is CPU memory" if file_system(folder) in ("tmpfs", "ramfs") else ""
     print0(
-        f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}{what}: written at {writes:.1f} and "
+        f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}: written at {writes:.1f} and "
         f"read at {reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s per step, overlapping the GPU's work"
     )
     return file
 
 
-def _require_drive(folder: str, n_bytes: int) -> None:
-    """Raise ValueError if the folder does not exist, is on a network, or has no room for n_bytes."""
+def _require_room(folder: str, n_bytes: int) -> None:
     if not os.path.isdir(folder):
         raise ValueError(f"offload_dir {folder} is not a folder: make one on an NVMe drive")
-    kind = file_system(folder)
-    if NETWORK.fullmatch(kind):
-        raise ValueError(f"offload_dir {folder} is on a network file system, {kind}: name a folder on an NVMe drive")
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
         needed = f"the state takes {n_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
         raise ValueError(f"offload_dir {folder} is too small: {needed}; free some, or add --optimizer_bits=8")
-
-
-def file_system(folder: str, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that a folder is on; "" if unknown."""
-    kind_at = {"": ""}
-    path = os.path.realpath(folder) + "/"
-    with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
-            mount, kind = line.split()[1:3]
-            mount = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount)  # \040 is a space
-            if path.startswith(mount.rstrip("/") + "/"):
-                kind_at[mount] = kind  # of several mounted on one another, the last
-    return kind_at[max(kind_at, key=len)]

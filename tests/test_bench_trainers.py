@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks import breakdown, losses, runner, trainers
 from model import Execution, Llama, LlamaConfig, rope_tables
-from runtime.hf_names import hf_names
+from runtime.hf import hf_names
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,

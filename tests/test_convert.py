@@ -8,7 +8,6 @@ import re
 import shutil
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,9 +18,9 @@ import model as model_module
 from data.chat import prepare as chat
 from data.tokenizer import tokenizer_of
 from model import LlamaConfig
-from runtime import hf_config, save
+from runtime import hf, save
 from runtime.checkpoint import load_model, open_folder, read_run
-from runtime.hf_config import read_config
+from runtime.hf import read_config
 from tests.published import CHATML, assert_same_model, edit_config, hf_llama, publish_chat_model
 from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
 
@@ -59,18 +58,13 @@ def test_a_run_begins_with_their_weights_in_several_files(train, tmp_path, capsy
     publish(folder, settings, max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert_same_model(folder, folder)
-    edit_config(folder, rms_norm_eps=float(np.float32(settings.get("norm_eps", 1e-5))))  # as a GGUF file has it
     train(**settings, init_from=folder, learning_rate=0, max_iters=1)
     assert f"begins    with the weights of {folder}" in capsys.readouterr().out
     assert_same_model(tmp_path / "out/step_000001", folder)
-    train(**settings, init_from=folder, max_iters=2)
-    out = capsys.readouterr().out
-    assert "resumes " in out and "begins " not in out, "the same line goes on with the checkpoint"
-    assert "not read" not in out
-    assert "would not be read" in error_of(train, capsys, **settings, init_from=tmp_path / "gone", max_iters=3)
+    assert "not read" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("changes", [{"sharding": "zero3"}, {"offload": "all"}, {"sharding": "hybrid"}], ids=str)
+@pytest.mark.parametrize("changes", [{"offload": "all"}, {"sharding": "hybrid"}], ids=str)
 def test_every_rank_takes_its_part_of_their_weights(train_on_ranks, tmp_path, changes):
     folder = tmp_path / "theirs"
     publish(folder, UNTIED)
@@ -79,13 +73,12 @@ def test_every_rank_takes_its_part_of_their_weights(train_on_ranks, tmp_path, ch
     assert_same_model(tmp_path / "out/step_000001", folder)
 
 
-def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, monkeypatch, capsys, convert_to_hf):
+def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, monkeypatch, convert_to_hf):
     train(**TIED)
     for n_files, file_bytes in ((1, 5e9), (4, 30_000)):
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
         monkeypatch.setattr(save, "FILE_BYTES", file_bytes)
         folder = convert_to_hf(tmp_path / "out", "--dtype", "float32")
-        assert "step_000008 in float32: transformers.AutoModelForCausalLM" in capsys.readouterr().out
         assert len(list(folder.glob("*.safetensors"))) == n_files
         assert_same_model(tmp_path / "out/step_000008", folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -95,8 +88,6 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
     with pytest.raises(SystemExit, match="already exists: name a new folder"):
         convert_to_hf(tmp_path / "out")
-    with pytest.raises(SystemExit, match="--merge is for adapters, and .*step_000008 has none: leave it out"):
-        convert_to_hf(tmp_path / "out", "--merge=original", folder="merged")
 
 
 PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 257, "norm_eps": 1e-5,
@@ -158,7 +149,7 @@ def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> to
 @pytest.fixture
 def meta_folder(tmp_path, monkeypatch):
     """meta_folder(weights, **params) writes a folder as Meta publishes it, and returns it."""
-    for module in (convert, hf_config):
+    for module in (convert, hf):
         monkeypatch.setattr(module, "LLAMA3_VOCAB", 257)
 
     def write(weights, **params):
@@ -198,17 +189,16 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, conve
 
 
 META_ERRORS = {  # message: changes of params.json, and tensors of other shapes
-    "params.json says vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
-    "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
+    "has vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
+    "rope_theta expects a float, got None": (dict(rope_theta=None), {}),
     "expected model.layers.2.input_layernorm.weight of shape (32,): ": (dict(n_layers=3), {}),
     "has 9 tensors that the model does not have: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
     "layers.1.self_attn.k_proj.weight of shape (16, 32): ": ({}, {"layers.1.attention.wk.weight": (12, 32)}),
-    "the model does not have: consolidated.00.pth: model.norm.weight, ...": ({}, {"model.norm.weight": (32,)}),
 }
 
 
 @pytest.mark.parametrize("sentence", META_ERRORS)
-def test_unreadable_meta_files_get_a_message(meta_folder, convert_to_hf, tmp_path, sentence):
+def test_metas_files_of_another_model_are_refused(meta_folder, convert_to_hf, tmp_path, sentence):
     params, shapes = META_ERRORS[sentence]
     source = meta_folder(meta_weights(False) | {name: torch.zeros(shape) for name, shape in shapes.items()}, **params)
     with pytest.raises(SystemExit, match=re.escape(sentence)):
@@ -224,7 +214,7 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
         (lambda: torch.save([torch.zeros(2)], file), "consolidated.00.pth does not hold tensors by name"),
-        (part.touch, "holds a model in 2 parts"),
+        (part.touch, "holds a model in several parts"),
         (lambda: (file.unlink(), part.unlink(), os.mkfifo(file)), "not a regular file"),
     ):
         damage()
@@ -260,16 +250,6 @@ def writes(file, content):
     return lambda folder: (folder / file).write_text(content)
 
 
-def renames(file, to):
-    return lambda folder: (folder / file).rename(folder / to)
-
-
-def prunes(folder):
-    """Like a cache that deleted a file but kept the link to it."""
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to("deleted")
-
-
 def holds(name, change, source=None):
     """Replace the tensor `name` by change(it), or by change(the tensor `source`)."""
 
@@ -283,38 +263,35 @@ def holds(name, change, source=None):
 
 WEIGHTS = "model.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
-USER_ERRORS = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
-    "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
+REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
     "has a separate lm_head.weight": holds("lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
     f"expected {K} of shape (16, 32): ": holds(K, lambda k: k[:, :24]),
-    "a qwen3 model, not a Llama": says(model_type="qwen3"),
-    "config.json has head_dim 32, 4 heads and hidden_size 32: only heads whose sizes add up": says(head_dim=32),
-    "config.json has attention_bias, biases of q, k, v and o: they are not supported": says(attention_bias=True),
-    "RoPE of type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-    "rope_scaling has ['factor']": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
-    "config.json has the activation gelu: model.py has silu": says(hidden_act="gelu"),
-    "config.json: num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),
-    "config.json is not JSON": writes("config.json", "{"),
+    "has model_type qwen3: ": says(model_type="qwen3"),
+    "has quantization_config": says(quantization_config={"quant_method": "fp8"}),
+    "has transformers_weights": says(transformers_weights="other.safetensors"),
+    "has head_dim 32": says(head_dim=32),
+    "has attention_bias": says(attention_bias=True),
+    "has hidden_act gelu": says(hidden_act="gelu"),
+    "partial_rotary_factor": says(partial_rotary_factor=0.5),
+    "rope_scaling has ['factor'": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+                                                         "original_max_position_embeddings": 16}),
+    "num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),
     "in F8_E4M3: expected one of BF16": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
-    "model.safetensors is missing: only whole models in .safetensors are read": renames(WEIGHTS, "pytorch_model.bin"),
-    "model.safetensors is missing: only whole": prunes,
-    "the data's tokenizer has 257 tokens, ": says(vocab_size=200),
+    "model.safetensors is missing: only whole models in .safetensors are read": lambda folder: (
+        folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+    "has rows for 200, but the data's tokenizer is bytes, 257 tokens: prepare": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "config.json is a git-lfs pointer": writes("config.json", LFS),
     "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
-    "tokenizer.json is a git-lfs pointer": writes("tokenizer.json", LFS),
-    "transformers_weights, which are not read": says(transformers_weights="other.safetensors"),
-    "partial_rotary_factor": says(partial_rotary_factor=0.5),
-    "eos_token_id expects": says(eos_token_id="</s>"),
-    "has no config.json: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
-}
+    "holds no weights: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("sentence", USER_ERRORS)
-def test_what_cannot_be_read_gets_a_sentence(train, capsys, theirs, sentence):
-    USER_ERRORS[sentence](theirs)
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_is_not_read_as_it_stands_is_refused(train, capsys, theirs, sentence):
+    REFUSED[sentence](theirs)
     assert sentence in error_of(train, capsys, **TIED, init_from=theirs)
 
 
@@ -327,16 +304,14 @@ def test_no_model_is_built_of_sizes_that_the_weights_do_not_have(field, value, n
     edit_config(theirs, **{field: value})
     with pytest.raises(ValueError, match=f"expected {name} of shape"):
         load_model(theirs)
-    ours = next(ours for ours, its in hf_config.NAMES.items() if its == field)
+    ours = next(ours for ours, its in hf.SETTINGS.items() if its == field)
     assert name in error_of(train, capsys, **TIED | {ours: value}, init_from=theirs)
 
 
-VALUES = [
-    None, "x", "x" * 10**5, True, -1, 0, 2**31, 10**24, 1.5, math.nan, math.inf, [], [None], {}, {"content": 3},
-]  # fmt: skip
+VALUES = [None, "x", True, -1, 10**24, math.nan, [], [None], {}, {"content": 3}]
 FIELDS = {  # of each file
     "config.json": [
-        *hf_config.NAMES.values(), "model_type", "hidden_act", "head_dim", "rope_theta", "rope_scaling",
+        *hf.SETTINGS.values(), "model_type", "hidden_act", "head_dim", "rope_theta", "rope_scaling",
         "rope_parameters", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id", "nanocria_tokenizer",
     ],
     "tokenizer_config.json": [
@@ -374,13 +349,10 @@ def test_a_tied_head_and_old_rotary_buffers_are_skipped(theirs):
     assert torch.equal(load_model(theirs).tok_embeddings.weight, before)
 
 
-def test_a_folder_without_a_tokenizer_is_reported(train, tmp_path, capsys, theirs):
-    said = "does not say its tokenizer, which must be the data's: bytes, 257 tokens"
+def test_a_folder_without_a_tokenizer_is_reported(train, capsys, theirs):
     train(**TIED, init_from=theirs, max_iters=1)
+    said = "does not say its tokenizer, which must be the data's: bytes, 257 tokens"
     assert f"{said}\n" in capsys.readouterr().out
-    edit_config(theirs, vocab_size=300)
-    message = error_of(train, capsys, **TIED | {"vocab_size": None}, init_from=theirs, out_dir=tmp_path / "other")
-    assert f"{said}. If so, pass --vocab_size=300; else prepare" in message
 
 
 def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train, tmp_path, capsys, theirs):
@@ -401,45 +373,21 @@ def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train,
     assert "has n_head 4 (this run: 8): pass --n_head=4" in message
     again = train(str(sft), max_iters=4)  # without the folder
     assert vars(again["model"].config) == vars(found["model"].config)
-    said = capsys.readouterr().out
-    assert f"resumes   {tmp_path / 'out/step_000003'}" in said and "n_layer" not in said
-
-
-def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, tmp_path, capsys, theirs):
-    train(**TIED, init_from=theirs, lora_rank=2, lora_alpha=4, max_iters=1)
-    message = error_of(train, capsys, **TIED, init_from=tmp_path / "out", out_dir=tmp_path / "other")
-    adapters = tmp_path / "out/step_000001"
-    assert "pass --lora_rank=2 --lora_alpha=4.0, or change init_from. " in message
-    assert f"To begin with adapters and base merged: python convert.py {adapters} FOLDER, --init_from=FOLDER" in message
-    convert.convert(adapters, tmp_path / "merged", "float32")
-    train(**TIED, init_from=tmp_path / "merged", out_dir=tmp_path / "other", max_iters=1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is read otherwise than it stands
 
 
-def wrapped_layers(model):
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch.compile(layer)
-    return model
-
-
-WRAPPERS = {  # how others save a model
-    "compiled": torch.compile, "layers compiled": wrapped_layers,
-    "both": lambda model: torch.compile(torch.nn.DataParallel(wrapped_layers(model))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_weights_are_read_that_were_saved_from_a_wrapped_model(wrap, tmp_path, train):
+def test_weights_are_read_that_were_saved_from_a_wrapped_model(tmp_path, train):
     theirs = publish(tmp_path / "theirs", UNTIED)
-    state = WRAPPERS[wrap](theirs).state_dict()
-    assert all("_orig_mod." in name or "module." in name for name in state if "layers" in name)
+    publish(tmp_path / "plain", UNTIED)
+    for i, layer in enumerate(theirs.model.layers):
+        theirs.model.layers[i] = torch.compile(layer)
+    state = torch.compile(torch.nn.DataParallel(theirs)).state_dict()
+    assert all(name.startswith("_orig_mod.module.") for name in state)
     save_file(state, tmp_path / "theirs" / WEIGHTS, {"format": "pt"})
-    plain = tmp_path / "plain"
-    publish(plain, UNTIED)
-    assert_equal_weights(tmp_path / "theirs", plain)
+    assert_equal_weights(tmp_path / "theirs", tmp_path / "plain")
     train(**UNTIED, init_from=tmp_path / "theirs", lora_rank=2, max_iters=1)
     assert load_model(tmp_path / "out").config.n_layer == 2
 
@@ -450,41 +398,18 @@ def test_two_names_that_differ_in_their_wrappers_alone_are_refused(theirs):
         load_model(theirs)
 
 
-def stale_shards(folder):
-    """Shards of other weights, and their index, beside a whole model: it was merged after a finetune, say."""
-    shutil.copytree(folder, folder.with_name("old"))
-    for name in (EMBEDDING, Q, K):
-        holds(name, lambda x: x + 1)(folder.with_name("old"))
-    tensors = load_file(folder.with_name("old") / WEIGHTS)
-    for i in (1, 2):
-        some = {name: x for j, (name, x) in enumerate(tensors.items()) if j % 2 == i % 2}
-        save_file(some, folder / f"model-0000{i}-of-00002.safetensors", {"format": "pt"})
-    of = {name: f"model-0000{2 - j % 2}-of-00002.safetensors" for j, name in enumerate(tensors)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
-
-
-def lost_shards(folder):
-    stale_shards(folder)
-    for file in folder.glob("model-*"):
-        file.unlink()
-
-
-STALE = {"shards": stale_shards, "lost shards": lost_shards, "no JSON": writes("model.safetensors.index.json", "{")}
-
-
-@pytest.mark.parametrize("stale", STALE)
-def test_a_whole_file_is_read_instead_of_an_index_as_in_transformers_and_a_line_says_so(
-    stale, theirs, capsys, convert_to_hf
-):
-    STALE[stale](theirs)
+def test_a_whole_file_is_read_instead_of_an_index_as_in_transformers_and_a_line_says_so(theirs, capsys, convert_to_hf):
+    """Shards of other weights, and their index, lie beside a whole model: it was merged after a finetune, say."""
+    tensors = {name: x + 1 for name, x in load_file(theirs / WEIGHTS).items()}
+    file = "model-00001-of-00001.safetensors"
+    save_file(tensors, theirs / file, {"format": "pt"})
+    (theirs / f"{WEIGHTS}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, file)})
+    )
     assert_same_model(theirs, theirs)
     convert_to_hf(theirs, "--dtype=float32")
-    said = capsys.readouterr().err
-    assert said.count(f"{theirs}/model.safetensors is read, but not ") == (stale != "no JSON"), "once"
-    assert ("model-00001-of-00002.safetensors" in said) == (stale == "shards")
+    assert capsys.readouterr().err.count(f"{theirs}/model.safetensors is read, but not {file}") == 1
     assert_same_model(theirs.with_name("hf"), theirs)
-    load_model(theirs.with_name("hf"))
-    assert "hf/model.safetensors is read" not in capsys.readouterr().err, "our own index names the whole file"
 
 
 def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, convert_to_hf):
@@ -519,15 +444,6 @@ def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, c
 CHAT = dict(n_embd=64, ffn_dim=96, vocab_size=259, mask_documents=True)
 
 
-def test_the_padding_token_of_the_weights_stays(theirs, train, tmp_path, convert_to_hf):
-    edit_config(theirs, pad_token_id=5)
-    (theirs / "generation_config.json").write_text('{"pad_token_id": 5}')
-    train(**TIED, init_from=theirs, max_iters=1)
-    for folder in (tmp_path / "out/step_000001", convert_to_hf(tmp_path / "out")):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        assert model.config.pad_token_id == model.generation_config.pad_token_id == 5
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A model that is no longer Llama 3
 
@@ -552,13 +468,13 @@ class WithPositions(model_module.Llama):
 
 @pytest.mark.parametrize("change", ["activation", "computation", "weights"])
 def test_others_refuse_a_changed_model_and_nanocria_reads_it(
-    change, train, sample, convert_to_hf, tmp_path, monkeypatch, capsys
+    change, train, sample, convert_to_hf, tmp_path, monkeypatch
 ):
     if change == "weights":
         monkeypatch.setattr(model_module, "Llama", WithPositions)
         for module in ("checkpoint", "resume"):
             monkeypatch.setattr(f"runtime.{module}.Llama", WithPositions)
-        for module in ("hf_names", "resume"):
+        for module in ("hf", "resume"):
             monkeypatch.setattr(f"runtime.{module}.OWN", {"positions.weight"})
     elif change == "activation":
         monkeypatch.setattr(model_module, "ACTIVATION", "gelu_tanh")
@@ -568,20 +484,19 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
     step = tmp_path / "out/step_000001"
     refused_by_others(step)
     refused_by_others(convert_to_hf(step))
-    assert f"in bfloat16: python sample.py --out_dir={tmp_path / 'hf'}\n" in capsys.readouterr().out
     assert transformers.AutoTokenizer.from_pretrained(step)("é").input_ids == list("é".encode())
     text, said = sample(out_dir=tmp_path / "hf", max_new_tokens=3)
     assert text.startswith("def ") and not said
     train(max_iters=2)
     train(max_iters=1, init_from=tmp_path / "hf", out_dir=tmp_path / "again")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="describes a .* model, not a Llama"):
+    with pytest.raises(ValueError, match="has model_type"):
         load_model(step)
 
 
-@pytest.mark.parametrize("name", ["mlp.up_proj.weight", "self_attn.q_proj.bias", "input_layernorm.weight"])
+@pytest.mark.parametrize("name", ["mlp.up_proj.weight", "self_attn.q_proj.bias"])
 def test_a_name_of_ones_own_that_is_another_s_in_hugging_face_s_llama_is_refused(name, train, capsys, monkeypatch):
-    for module in ("hf_names", "resume"):
+    for module in ("hf", "resume"):
         monkeypatch.setattr(f"runtime.{module}.OWN", {name})
     init = model_module.Block.__init__
 
@@ -613,7 +528,7 @@ def test_weights_that_float16_cannot_hold_are_refused(theirs):
 
 def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
-    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is not a folder: train"), done.stderr
+    assert done.returncode == 1 and f"{tmp_path}/nowhere holds no checkpoint: train" in done.stderr, done.stderr
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large" in done.stderr, done.stderr
@@ -628,27 +543,23 @@ def test_ctrl_c_leaves_nothing_and_nothing_is_read_for_a_folder_that_cannot_be_w
         convert_to_hf(alone)
     assert not list(tmp_path.glob("hf*"))
     monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("the weights were read"))
-    (tmp_path / "file").touch()
     (tmp_path / "new.partial").mkdir()  # the user's
-    with pytest.raises(SystemExit, match=f"{tmp_path}/new.partial already exists"):
+    with pytest.raises(SystemExit, match="File exists.*new.partial"):
         convert_to_hf(alone, folder="new")
     assert (tmp_path / "new.partial").exists()
-    with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf is not written: .*Not a directory"):
-        convert_to_hf(alone, folder="file/hf")
 
 
-def test_a_run_keeps_the_settings_of_the_folder_it_started_from(train, tmp_path, capsys, theirs):
+def test_a_run_keeps_the_settings_of_the_folder_it_started_from(train, tmp_path, convert_to_hf, theirs):
     """Tokenizer files, special tokens, context: in a checkpoint, after a resume, in a run started from it."""
-    edit_config(theirs, bos_token_id=3, eos_token_id=[4, 5], max_position_embeddings=1000)
+    edit_config(theirs, bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6, max_position_embeddings=1000)
     for name in ("tokenizer.json", "generation_config.json"):
         (theirs / name).write_text(f'{{"{name}": 1}}')
     train(**TIED, init_from=theirs, max_iters=1)
     train(**TIED, max_iters=2)
     train(**TIED, learning_rate=0, max_iters=1, out_dir=tmp_path / "again", init_from=tmp_path / "out")
-    assert f"begins    with the weights of {tmp_path}/out/step_000002" in capsys.readouterr().out
-    for path in (tmp_path / "out/step_000002", tmp_path / "again/step_000001"):
+    for path in (tmp_path / "out/step_000002", tmp_path / "again/step_000001", convert_to_hf(tmp_path / "out")):
         config = json.loads((path / "config.json").read_text())
-        assert config["bos_token_id"] == 3 and config["eos_token_id"] == [4, 5]
+        assert config["bos_token_id"] == 3 and config["eos_token_id"] == [4, 5] and config["pad_token_id"] == 6
         assert config["max_position_embeddings"] == 1000
         for name in ("tokenizer.json", "generation_config.json"):
             assert (path / name).read_text() == (theirs / name).read_text()

@@ -21,8 +21,7 @@ import model as model_module
 from benchmarks.trainers import llama_config
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
-from runtime.hf_config import ACTIVATIONS
-from runtime.hf_names import hf_names
+from runtime.hf import ACTIVATIONS, hf_names
 from tests.published import hf_llama
 from tests.watch import Watch
 
