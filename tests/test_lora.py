@@ -273,7 +273,7 @@ def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained
 
 def test_a_run_starts_from_another_runs_adapters(train, trained, capitals, tmp_path):
     folder = trained["none"] / "step_000008"
-    train(**RUN | {"dataset": capitals, "init_from": folder, "max_iters": 2, "optimizer_bits": 8})
+    train(**RUN | {"dataset": capitals, "init_from": folder, "max_iters": 2})
     assert step_losses(tmp_path / "out")[0] < step_losses(trained["none"])[0] - 0.05
     ours, theirs = (path / "adapter_config.json" for path in (tmp_path / "out/step_000002", folder))
     assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
@@ -314,6 +314,6 @@ def test_the_base_is_where_adapter_config_says_and_must_be_the_one_that_was_trai
     assert checkpoint.exists(), "the damage is not its own"
     shutil.copytree(base, moved, dirs_exist_ok=True)
     assert torch.equal(load_model(checkpoint).tok_embeddings.weight, load_model(base).tok_embeddings.weight)
-    train(**RUN, max_iters=5)
+    train(**RUN | {"max_iters": 5})
     saved = json.loads((tmp_path / "out/step_000005/adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(moved)

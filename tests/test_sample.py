@@ -7,7 +7,7 @@ import torch
 
 from data.chat import template
 from data.tokenizer import get_tokenizer
-from runtime import checkpoint, generate
+from runtime import generate
 from runtime.generate import RowText
 from tests.published import edit_config, publish, publish_chat_model, smollm2
 from tests.runs import run
@@ -31,13 +31,13 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
     assert (done.returncode, done.stdout, done.stderr) == (0, first[0], "")
 
 
-def test_what_sample_cannot_read_gets_a_sentence(draw, alone, tmp_path):
+def test_what_sample_cannot_read_gets_a_sentence(draw, tmp_path):
     assert "exclude each other" in draw(evaluate="a.txt", chat=True)[1]
     assert "must be in (0, 1]" in draw(top_p=1.1)[1]
     assert draw(evaluate="none.txt") == ("", "none.txt cannot be read: No such file or directory")
-    (tmp_path / "run").symlink_to(alone)
-    assert draw(out_dir=tmp_path)[1].endswith(f"train one first, or name another folder, such as {tmp_path}/run")
-    assert draw(out_dir=tmp_path / "nowhere")[1].endswith("is not a folder: train a model first, or name another")
+    assert draw(out_dir=tmp_path / "nowhere")[1].endswith(
+        "holds no checkpoint: train a model first, or name another folder"
+    )
 
 
 def test_a_copied_folder_samples_the_same_text_as_its_checkpoint(draw, alone, tmp_path):
@@ -50,7 +50,7 @@ def test_a_copied_folder_samples_the_same_text_as_its_checkpoint(draw, alone, tm
     edit_config(folder, nanocria_tokenizer=None)
     assert draw(out_dir=folder)[0].startswith("def ")  # by its tokenizer.json
     (folder / "tokenizer.json").unlink()
-    assert "does not say its tokenizer" in draw(out_dir=folder)[1]
+    assert "no tokenizer.json or tokenizer.model in" in draw(out_dir=folder)[1]
 
 
 def test_sampling_follows_its_settings_and_ends_before_a_stop_string(draw, monkeypatch):
@@ -105,23 +105,6 @@ def test_temperature_0_is_greedy_and_a_cut_prompt_is_reported(draw):
     assert draw(temperature=1e-6) == draw(temperature=0) != draw(temperature=1)
     said = "the prompt is 81 tokens long: the model sees the last 32 of them\n"
     assert draw(prompt="def " * 20)[1] == said and not draw(prompt="d" * 31)[1]
-
-
-def test_a_checkpoint_deleted_while_reading_gives_way_to_the_newest(sample, alone, tmp_path, monkeypatch):
-    shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")
-    true_load_model = checkpoint._load_model
-
-    def load_model(path, *args):
-        if steps:  # the run has saved another checkpoint and deleted this one
-            path.rename(path.with_name(f"step_{steps.pop(0):06d}"))
-        return true_load_model(path, *args)
-
-    monkeypatch.setattr(checkpoint, "_load_model", load_model)
-    steps = [12]
-    text, said = sample()
-    assert text.startswith("def ") and not said
-    steps = list(range(20, 100))
-    assert "deletes its checkpoints before they can be read" in sample()[1]
 
 
 def test_a_prompt_comes_from_a_pipe(draw):
