@@ -22,7 +22,7 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
     out_help = "folder for the dataset (default: the script's)"
-    parser.add_argument("--out", dest="folder", type=Path, default=folder, help=out_help)
+    parser.add_argument("--out", dest="folder", type=expanded, default=folder, help=out_help)
     return parser
 
 
@@ -48,9 +48,14 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos_help)
 
 
+def expanded(text: str) -> Path:
+    """An argparse type: a path whose ~ a shell has left, as in --out=~/x."""
+    return Path(text).expanduser()
+
+
 def input_argument(text: str) -> Path:
     """An argparse type: a file, a folder, or - for standard input."""
-    return Path("/dev/stdin" if text == "-" else text)
+    return Path("/dev/stdin") if text == "-" else expanded(text)
 
 
 def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
