@@ -310,7 +310,7 @@ def _resume(out_dir, model, optimizer, run_info):
 def _changes(run: dict, run_info: dict) -> list[str]:
     """What has changed since the checkpoint was saved."""
     was, now = (each["settings"] | {"dtype": each["dtype"]} | each.get("versions", {}) for each in (run, run_info))
-    now = FORMER_SETTINGS | now
+    now |= FORMER_SETTINGS
     changed = [
         f"{name} {was[name]} -> {value}"
         for name, value in now.items()

@@ -65,7 +65,7 @@ def test_a_checkpoint_of_an_older_version_resumes_and_a_value_that_is_gone_is_na
     edit_run(checkpoint, settings=settings | older)
     train(max_iters=9)
     (resumed,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes"))
-    assert resumed.endswith("step_000008 with max_iters 8 -> 9, beta2 0.99 -> 0.95 changed")
+    assert resumed.endswith("step_000008 with max_iters 8 -> 9, beta2 0.99 -> 0.95, galore_scale 0.25 -> 1.0 changed")
     edit_run(checkpoint, settings=settings | {"base_dtype": "nf4"})
     assert read_run(checkpoint)["settings"] == settings | {"quantize_base": "nf4"}
 
