@@ -112,7 +112,8 @@ def store_of_attempt(store: dist.Store, timeout: float) -> dist.Store:
                 store.set(f"attempt of {other_name}", name)
         missing = {other for other in missing if not store.check([f"{name} has rank {other}"])}
         if missing and time.monotonic() > end:
-            raise TimeoutError(f"ranks {', '.join(map(str, sorted(missing)))} have not started")
+            others = ", ".join(map(str, sorted(missing)))
+            stop(f"rank 0 has waited {timeout:g} s for ranks {others}, which have not started")
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
