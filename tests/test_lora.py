@@ -159,7 +159,7 @@ def test_only_adapters_are_saved_and_the_loss_falls(trained):
 
 
 @each_run
-def test_resume_repeats_losses_bit_for_bit(name, train, trained, capitals, tmp_path):
+def test_resume_repeats_losses_bit_for_bit(name, train, trained, capitals, tmp_path, plain_pytorch_on_one_core):
     shutil.copytree(trained[name] / "step_000004", tmp_path / "out/step_000004")
     train(**RUN | {"dataset": capitals} | BASES[name])  # the checkpoint names its base
     assert losses(tmp_path / "out") == [line for line in losses(trained[name]) if line["step"] > 4]
@@ -271,7 +271,7 @@ def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained
         assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in parts)
 
 
-def test_a_run_starts_from_another_runs_adapters(train, trained, capitals, tmp_path):
+def test_a_run_starts_from_another_runs_adapters(train, trained, capitals, tmp_path, plain_pytorch_on_one_core):
     folder = trained["none"] / "step_000008"
     train(**RUN | {"dataset": capitals, "init_from": folder, "max_iters": 2})
     assert step_losses(tmp_path / "out")[0] < step_losses(trained["none"])[0] - 0.05
@@ -293,7 +293,7 @@ def test_adapters_of_another_kind_are_refused(changes, sentence, train, capsys, 
 
 
 def test_the_base_is_where_adapter_config_says_and_must_be_the_one_that_was_trained_on(
-    base, train, trained, capsys, tmp_path
+    base, train, trained, capsys, tmp_path, plain_pytorch_on_one_core
 ):
     checkpoint = shutil.copytree(trained["none"] / "step_000004", tmp_path / "out/step_000004")
     config = checkpoint / "adapter_config.json"
