@@ -7,12 +7,13 @@ for encoded in encode_documents([("train", "some text"), ("val", "more text")], 
 import multiprocessing
 import os
 import signal
-import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import chain, islice
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,6 @@ BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the han
 
 Document = tuple[str, str]  # (split, text)
 Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
-WORKER = {}  # in a worker process: its tokenizer and its encode
 
 
 def cpu_cores() -> int:
@@ -32,58 +32,89 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
-
-
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode = encode_text
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
 ) -> Iterator[dict]:
-    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
+    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order.
+
+    Each worker has its own pipe, and they take turns: so the results come in order, and one that is killed, even
+    halfway through a result, is noticed. (A pool of the standard library would wait for the other half forever.)
+    """
+    encode = encode or encode_text
     waiting = batches(documents)
-    first = list(islice(waiting, 2))
-    if workers < 2 or len(first) < 2:
+    first = list(islice(waiting, workers))
+    if len(first) < 2:
         for batch in chain(first, waiting):
             yield encode_batch(batch, tokenizer, encode)
         return
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
-    pool = ProcessPoolExecutor(workers, context, start_worker, (tokenizer, encode))
-    pending = deque()
+    processes = []
+    pipes = deque()
     try:
-        for batch in chain(first, waiting):
-            pending.append(pool.submit(encode_in_worker, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from error
+        for _ in first:
+            pipe, workers_end = context.Pipe()
+            process = context.Process(target=work, args=(workers_end,), daemon=True)
+            process.start()
+            workers_end.close()
+            processes.append(process)
+            pipes.append(pipe)
+        for pipe, batch in zip(pipes, first, strict=True):
+            send(pipe, (tokenizer, encode))
+            send(pipe, batch)
+        for batch in waiting:
+            pipe = pipes.popleft()
+            encoded = receive(pipe)
+            send(pipe, batch)
+            pipes.append(pipe)
+            yield encoded
+        for pipe in pipes:
+            yield receive(pipe)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process in processes:
+            process.terminate()
 
 
-def start_worker(tokenizer: Tokenizer, encode: Encode) -> None:
-    """Prepare a worker process: Ctrl-C is the parent's to handle, and if the parent is killed, the worker ends too."""
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    WORKER.update(tokenizer=tokenizer, encode=encode)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def send(pipe: Connection, content: Any) -> None:
+    try:
+        pipe.send(content)
+    except OSError as error:
+        raise worker_died() from error
 
 
-def encode_in_worker(batch: list[Document]) -> dict:
-    return encode_batch(batch, **WORKER)
+def receive(pipe: Connection) -> dict:
+    try:
+        encoded = pipe.recv()
+    except (EOFError, OSError) as error:
+        raise worker_died() from error
+    if isinstance(encoded, Exception):
+        raise encoded
+    return encoded
+
+
+def worker_died() -> OSError:
+    return OSError("a worker process died, perhaps out of memory: try fewer --workers")
+
+
+def work(pipe: Connection) -> None:
+    """The loop of a worker process: encode batches until the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with suppress(EOFError, ConnectionError):
+        tokenizer, encode = pipe.recv()
+        while True:
+            batch = pipe.recv()
+            try:
+                encoded = encode_batch(batch, tokenizer, encode)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                encoded = error
+            pipe.send(encoded)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch = []
     n_chars = 0
     for split, text in documents:
+        assert split in SPLITS, split
         batch.append((split, text))
         n_chars += len(text)
         if n_chars >= BATCH_CHARS:
@@ -92,6 +123,12 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             n_chars = 0
     if batch:
         yield batch
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
+    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode = encode_text) -> dict:

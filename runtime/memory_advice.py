@@ -150,6 +150,7 @@ def changed(run: RunShape, settings: dict) -> RunShape:
         settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size
     if "sharding" in settings:
         settings["shard_ranks"] = run.world_size
+        settings["copy_engines"] = run.copy_engines and run.world_size <= 8  # within a host
     return replace(run, **settings)
 
 
