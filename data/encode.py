@@ -32,15 +32,20 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
+    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
+
+
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode = encode_text
 ) -> Iterator[dict]:
     """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order.
 
     Each worker has its own pipe, and they take turns: so the results come in order, and one that is killed, even
     halfway through a result, is noticed. (A pool of the standard library would wait for the other half forever.)
     """
-    encode = encode or encode_text
     waiting = batches(documents)
     first = list(islice(waiting, workers))
     if len(first) < 2:
@@ -123,12 +128,6 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             n_chars = 0
     if batch:
         yield batch
-
-
-def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode = encode_text) -> dict:

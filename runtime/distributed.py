@@ -33,7 +33,8 @@ restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this 
 def say(*args, **kwargs) -> None:
     """Print. A failure to print does not end the run."""
     # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
-    with contextlib.suppress(OSError, RuntimeError):
+    # UnicodeEncodeError: an ASCII log, and a folder with another name.
+    with contextlib.suppress(OSError, RuntimeError, UnicodeEncodeError):
         print(*args, flush=True, **kwargs)
 
 
