@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import io
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from data.tokens import Tokens
 from runtime import checkpoint
+from runtime.distributed import say
 from runtime.stop import Signals
 from tests.runs import (
     LONGER,
@@ -216,3 +218,11 @@ def test_ignored_sigint_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Signals().listen()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_message_that_an_ascii_log_cannot_hold_does_not_end_the_run(monkeypatch):
+    log = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(log, encoding="ascii"))
+    say("data in Übung")
+    say("step 1")
+    assert log.getvalue() == b"step 1\n"
