@@ -449,8 +449,8 @@ def test_reasoning_is_learned_under_every_name_that_a_template_reads(reads, fast
     template = QWEN.replace("reasoning_content", read)
     row = {"messages": [ASKED, ANSWERED | {given: "It is dry."}]}
     assert reads(template, row).endswith("<think>\nIt is dry.\n</think>\nNo.<|im_end|>\n")
-    if read in (given, "reasoning_content", "thinking"):  # to transformers "reasoning" is another thing
-        assert reads(template, row) == fast.apply_chat_template(row["messages"], chat_template=template, tokenize=False)
+    expected = [ASKED, ANSWERED | {read: "It is dry."}]  # not every version of transformers knows the other names
+    assert reads(template, row) == fast.apply_chat_template(expected, chat_template=template, tokenize=False)
 
 
 @pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss_mask", "loss"])
