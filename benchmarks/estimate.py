@@ -1,12 +1,14 @@
 """What fits on a card, from the configuration alone: needs no GPU, allocates nothing (runtime/memory.py).
 
     python bench.py estimate                                        config/llama32_1b.py on an RTX 4090
-    python bench.py estimate --card=a100-40 --block_size=8192       or a number of GiB, --card=24
+    python bench.py estimate --card=4060ti-16                       or a number of GiB, --card=24
+    python bench.py estimate --card=a100-40 --block_size=8192
     python bench.py estimate --card=h100 --config=config/llama31_8b.py --ranks=8 --checkpointing=full --offload=none
     python bench.py estimate -- --gradient_accumulation_steps=1     any setting of train.py, after --
 
-Prints the largest batch for each activation checkpointing and offload. Then, for the combination that is named, or the
-first that fits, the parts at the peak with their arithmetic, at its largest batch or --batch_size.
+Prints the largest batch for each activation checkpointing and offload. Then the recommended command, or the one for
+the combination that is named, below the parts of its peak with their arithmetic. Its steps have as many sequences as
+the config's.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import re
 import shlex
 from dataclasses import replace
 from itertools import product
+from json import dumps
 from typing import Literal
 
 from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
@@ -32,14 +35,20 @@ card = "4090"  # its name, or GiB
 config = "config/llama32_1b.py"  # the model
 ranks = 1  # GPUs, in hosts of 8
 block_size: int | None = None  # tokens of a sequence; none: the config's
-batch_size: int | None = None  # to show the parts of; none: the largest that fits
-checkpointing: Literal["any", "none", "selective", "full"] = "any"  # to show the parts of; any: the first that fits
+batch_size: int | None = None  # of the command; none: the largest that fits and divides a step's sequences
+checkpointing: Literal["any", "none", "selective", "full"] = "any"  # of the command; any: what is recommended
 offload: Literal["any", "none", "optimizer", "all"] = "any"  # likewise
+json = False  # print the table and the command as JSON instead
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
-    "3060": 11.6, "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4,
-    "a100-80": 79.1, "h100": 79.1, "h200": 139.8, "b200": 178.3,
+    "3060": 11.6, "3070": 7.7, "3080": 9.7, "3090": 23.7, "4060": 7.6, "4060ti": 7.6, "4060ti-16": 15.6, "4070": 11.6,
+    "4080": 15.6, "4090": 23.6, "5070": 11.5, "5080": 15.4, "5090": 31.3, "t4": 14.5, "v100": 15.7, "a4000": 15.6,
+    "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1, "h100": 79.1, "h200": 139.8,
+    "b200": 178.3,
 }  # fmt: skip
+# Tokens of a micro-batch that keeps an H200 busy, with 1B: it reaches 89% of its best speed (records/sweep.json); with
+# offload, where each micro-batch moves all gradients or weights, 71% (records/study.json)
+BUSY_TOKENS = {"none": 4096, "optimizer": 32768, "all": 32768}
 preview_once = functools.cache(lambda *argv: preview(ROOT / "train.py", argv))  # a table asks for the same many times
 
 
@@ -86,18 +95,28 @@ def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(model, shape)) / GIB
 
 
+def recommended(rows: list[dict], block_size: int) -> dict:
+    """The cheapest row whose largest batch keeps a GPU busy; if there is none, the leanest with the largest batch."""
+    for row in rows:
+        if row["largest_batch"] * block_size >= BUSY_TOKENS[row["offload"]]:
+            return row
+    return max(reversed(rows), key=lambda row: row["largest_batch"])
+
+
 def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
-    """The estimate as text, and the run whose parts it shows."""
+    """The estimate as text, and the run that it recommends."""
     s = read_settings(globals(), argv, for_train_py=True)
-    if s.card.lower() not in CARDS and not re.fullmatch(r"\d{1,3}(\.\d+)?", s.card):
+    card = s.card.lower().replace(" ", "").removeprefix("rtx")
+    if card not in CARDS and not re.fullmatch(r"\d{1,3}(\.\d+)?", card):
         raise SettingError(f"--card={s.card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
-    total = CARDS.get(s.card.lower()) or float(s.card)
+    total = CARDS.get(card) or float(card)
     named = {"block_size": s.block_size} if s.block_size else {}
     how = {  # full and none conflict with no other setting
         "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
         "offload": "none" if s.offload == "any" else s.offload,
     }
     _, shape = resolve(s.config, s.ranks, named | how, s.flags)
+    sequences = shape.batch_size * shape.micro_steps  # of a step, on each rank
     usable = total - outside_gib(shape)
     rows = []
     for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):  # the cheapest first
@@ -109,25 +128,34 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
             rows.append(row)
     asked = [row for row in rows if s.checkpointing in ("any", row["activation_checkpointing"])]
     asked = [row for row in asked if s.offload in ("any", row["offload"])]
-    chosen = next((row for row in asked if row["largest_batch"]), asked[-1])  # the first that fits
+    chosen = recommended(asked, model.block_size)
     named |= {name: chosen[name] for name in ("activation_checkpointing", "offload")}
     named["batch_size"] = s.batch_size or max(chosen["largest_batch"], 1)
+    if not s.batch_size and not any(flag.startswith("--gradient_accumulation_steps") for flag in s.flags):
+        while sequences % named["batch_size"]:
+            named["batch_size"] -= 1
+        named["gradient_accumulation_steps"] = s.ranks * sequences // named["batch_size"]
     model, shape = resolve(s.config, s.ranks, named, s.flags)
     peak = memory.peak_gib(model, shape)
     launcher = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
     words = [*launcher.split(), "train.py", s.config, *(f"--{name}={value}" for name, value in named.items())]
-    text = f"""{s.config}: {memory.n_params(model):,} parameters, sequences of {model.block_size:,} tokens, \
-{shape.micro_steps} micro-batches per step, {shape.dtype}
+    command = shlex.join([*words, *s.flags])
+    if s.json:
+        result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": peak <= usable}
+        return dumps(result), model, shape
+    text = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
 card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve
 
 {table(rows, "activation_checkpointing offload largest_batch cpu_gib")}
 
-{shlex.join([*words, *s.flags])}: {peak:.1f} GiB, it {"fits" if peak <= usable else "does not fit"}
 {memory.table(model, shape)}"""
     for where, parts in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
         if parts(model, shape):
             text += f"\n\nin {where}, of each rank:\n{memory.lines_of(parts(model, shape))}"
-    return text, model, shape
+    if peak <= usable:
+        return f"{text}\n\nrecommended, with a peak of {peak:.1f} GiB:\n{command}", model, shape
+    advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
+    return f"{text}\n\ndoes not fit, with a peak of {peak:.1f} GiB; {advice}:\n{command}", model, shape
 
 
 def main(argv: list[str]) -> None:

@@ -36,7 +36,7 @@ xyz => Unknown command xyz
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => leave them out
 disk => name a folder
-estimate --card=4080 => there are 3060, 3090,
+estimate --card=gt710 => there are 3060, 3070, 3080, 3090, 4060, 4060ti,
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
 run => usage: python bench.py run FOLDER
 --trainers=al => --trainers=al: there are nanocria, nanocria-fp8,

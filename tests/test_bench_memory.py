@@ -1,5 +1,6 @@
 """What fits on a card, by arithmetic. Without a GPU."""
 
+import json
 import re
 
 import pytest
@@ -45,12 +46,19 @@ def test_hybrid_sharding_and_copy_engines_are_within_a_host(ranks, sharding, sha
         ("--card=12", 10.5),
     ],
 )
-def test_the_estimate_is_memory_pys_at_the_largest_batch(words, gib):
+def test_the_estimate_is_memory_pys_and_its_command_fits_with_the_configs_sequences(words, gib):
     text, model, shape = estimate.estimate(words.split())
     largest = memory_advice.largest_batch(model, shape, gib)
-    assert memory.table(model, shape) in text and shape.batch_size == max(largest, 1)
-    fits = "it fits" if largest else "it does not fit"
-    assert f"{memory.peak_gib(model, shape):.1f} GiB, {fits}" in text
+    assert memory.table(model, shape) in text
+    batch = max(largest, 1)
+    if "gradient_accumulation" not in words:
+        sequences = 256 if "8b" not in words else 32  # of a step of the config, on each rank
+        batch = max(n for n in range(1, batch + 1) if sequences % n == 0)
+        assert shape.batch_size * shape.micro_steps == sequences
+    assert shape.batch_size == batch
+    verdict, command = text.splitlines()[-2:]
+    assert verdict.startswith("recommended" if largest else "does not fit")
+    assert f"{memory.peak_gib(model, shape):.1f} GiB" in verdict and f" --batch_size={batch}" in command
     assert (shape.kernels == "blocks") == ("--kernels=blocks" in words)
     offload = "optimizer" if words == "--card=12" else "none"  # there 12 bytes per parameter alone are more
     assert f"--offload={shape.offload}" in words or shape.offload == offload
@@ -63,3 +71,24 @@ def test_the_estimate_omits_what_train_py_refuses_and_names_its_command(monkeypa
     flags = "--vocab_size=257 --gradient_accumulation_steps=2 --cuda_graph=false"
     text, *_ = estimate.estimate(f"--config=config/baby_llama.py --card=2 --ranks=2 -- {flags}".split())
     assert "\ntorchrun --standalone --nproc_per_node=2 train.py config/baby_llama.py --act" in text and flags in text
+
+
+FITTING = [("none", "none", 0), ("selective", "none", 1), ("full", "none", 8), ("none", "optimizer", 9),
+           ("full", "all", 60)]  # fmt: skip
+
+
+@pytest.mark.parametrize("block_size, chosen", [(4096, 1), (1024, 2), (400, 4), (100, 4), (5000, 1)])
+def test_the_recommended_command_is_the_cheapest_that_keeps_the_gpu_busy(block_size, chosen):
+    rows = [dict(zip(("activation_checkpointing", "offload", "largest_batch"), row, strict=True)) for row in FITTING]
+    assert rows.index(estimate.recommended(rows, block_size)) == chosen
+    nothing_fits = [row | {"largest_batch": 0} for row in rows]
+    assert estimate.recommended(nothing_fits, block_size) == nothing_fits[-1], "the leanest"
+
+
+def test_a_card_has_a_name_and_the_estimate_is_json_only_if_asked(monkeypatch):
+    monkeypatch.setattr(memory_advice, "largest_batch", lambda config, run, gib: 1)
+    small = ["--config=config/baby_llama.py", "--block_size=256", "--json=true"]
+    text, *_ = estimate.estimate([*small, "--card=RTX 4060Ti", "--", "--vocab_size=257"])
+    result = json.loads(text)
+    assert result["card_gib"] == estimate.CARDS["4060ti"] and result["command"].startswith("python train.py config/")
+    assert result["fits"] and {row["largest_batch"] for row in result["rows"]} == {1}
