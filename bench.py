@@ -14,6 +14,7 @@
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
     python bench.py disk --offload_dir=FOLDER   an update through a drive, against plain reads and writes
     python bench.py generate                    generated tokens per second, against transformers.generate
+    python bench.py plan                        what more GPUs than were measured would reach, by arithmetic
     python bench.py run FOLDER...               plots and tabulates the losses of training runs
     python bench.py record FOLDER NAME          saves a training run's summary.json and validation
                                                 losses as benchmarks/records/NAME.json
@@ -28,7 +29,7 @@ import sys
 from configurator import SettingError
 
 COMMANDS = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",
-            "generate", "run"]  # fmt: skip
+            "generate", "plan", "run"]  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

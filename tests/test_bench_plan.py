@@ -1,0 +1,38 @@
+"""benchmarks/plan.py against what was measured on one, two and four GPUs."""
+
+import json
+
+import pytest
+
+from benchmarks import plan
+from benchmarks.settings import RECORDS, ROOT
+
+
+def rows(record: str, kind: str) -> list[dict]:
+    return [row for row in json.loads((RECORDS / f"{record}.json").read_text())[kind] if row["trainer"] == "nanocria"]
+
+
+@pytest.mark.parametrize("record", ["gpus", "gpus_two"])
+def test_the_plan_gives_the_measured_steps_of_one_two_and_four_gpus(record):
+    measured = {row["ranks"]: row["ms_per_step"] / 1000 for row in rows(record, "scaling")}
+    assert len(measured) >= 2
+    for n, seconds in measured.items():
+        assert plan.seconds(plan.LLAMA_1B, n) == pytest.approx(seconds, rel=0.013), n
+    of_8b = next(row for row in rows("gpus", "8b") if (row["batch"], row["block"]) == (2, 4096))
+    assert plan.seconds(plan.LLAMA_8B, 4) == pytest.approx(of_8b["ms_per_step"] / 1000, rel=0.01)
+
+
+def test_a_gpu_with_fewer_tokens_than_hide_the_traffic_waits_for_it():
+    flops = 6 * plan.LLAMA_8B.parameters * plan.LLAMA_8B.tokens / plan.LLAMA_8B.compute
+    enough = plan.tokens_to_hide(flops)
+    for factor in (0.25, 4):
+        few = plan.replace(plan.LLAMA_8B, compute=factor * enough * plan.LLAMA_8B.compute / plan.LLAMA_8B.tokens)
+        traffic = 3 * 2 * few.parameters * 7 / 8 / plan.NVLINK
+        rest = 2 * 2 * few.embedding * 7 / 8 / plan.NVLINK + few.update / 8
+        longer = max(few.compute * plan.TOGETHER, traffic)
+        assert plan.seconds(few, 8) == pytest.approx(longer + rest)
+        assert (traffic > few.compute) == (factor < 1)
+
+
+def test_the_page_has_the_table_of_the_plan():
+    assert plan.table() in (ROOT / "benchmarks/README.md").read_text()
