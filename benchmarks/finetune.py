@@ -31,7 +31,7 @@ from data.loader import Packed, open_dataset
 from lora import add_lora
 from model import document_starts
 from runtime.checkpoint import load_model
-from runtime.run_log import read_losses
+from runtime.loss_plot import read_losses
 
 # settings
 init_from = ""  # a folder of published weights

@@ -16,7 +16,7 @@ from benchmarks.settings import RECORDS
 from benchmarks.tables import describe
 from data.files import atomic_write
 from runtime import run_log
-from runtime.run_log import read_losses
+from runtime.loss_plot import read_losses
 
 PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes", "peft", "torchtitan", "torchao",
             "galore-torch")  # fmt: skip

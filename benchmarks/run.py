@@ -1,46 +1,114 @@
 """Draw and tabulate the losses of training runs.
 
     python bench.py run out/baby_llama                 one run, to out/loss.png
-    python bench.py run out/adamw out/muon             together, to out/loss.png
-    python bench.py run out/adamw out/muon --out=muon.png
+    python bench.py run out/adamw out/muon             together; labels are the settings in which they differ
+    python bench.py run out/adamw out/muon --labels=AdamW,Muon --x=minutes --out=muon.svg
+    python bench.py run out/adamw_* out/muon_*         several seeds of each: a band, and whether they really differ
 
-The folders are train.py's out_dir, of finished or running runs, and their labels. Tokens and hours count training,
-without evaluations and saves.
+The folders are train.py's out_dir, of finished or running runs. Tokens and minutes count training, without evaluations
+and saves; FLOPs are the model's, without recomputation, and known when a run has ended.
 """
 
+import math
+import re
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
 from benchmarks.settings import read_settings
 from benchmarks.tables import table
 from configurator import SettingError
-from runtime.run_log import Losses, draw_losses, read_losses, smoothed
+from runtime.loss_plot import FORMATS, Losses, draw_losses, read_losses, smoothed
 
 # settings
-out = "out/loss.png"  # the plot
+out = "out/loss.png"  # the plot: .png, .svg or .pdf
+x: Literal["tokens", "minutes", "steps", "flops"] = "tokens"  # the horizontal axis
+labels = ""  # of the folders: one,two,...; empty: from their settings
+
+NOT_IN_LABELS = re.compile("out_dir|seed|profile|async_save|timeout|(wandb|eval|log|keep|sample)_.*")  # settings
+LONGEST_LABEL = 60  # characters
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t, two-sided 5%, by degrees of freedom
 
 
-def loss_table(runs: dict[str, Losses]) -> str:
+def labels_of(folders: list[Path], runs: list[Losses]) -> list[str]:
+    """The settings that differ between runs. Those that differ only in their seed have the same label.
+
+    The folder's name if nothing differs, too much does, or the settings are not known yet.
+    """
+    known = []
+    for run in runs:
+        known.append({name: value for name, value in run.settings.items() if not NOT_IN_LABELS.fullmatch(name)})
+    first = next((settings for settings in known if settings), {})
+    names = dict.fromkeys(name for settings in known for name in settings)
+    differing = [name for name in names if any(s and s.get(name) != first.get(name) for s in known)]
+    labels = []
+    first_folders = {}  # of each text that makes no label
+    for folder, settings in zip(folders, known, strict=True):
+        text = ", ".join(f"{name}={settings.get(name)}" for name in differing)
+        if not settings:
+            text = str(folder)
+        elif not text or len(text) > LONGEST_LABEL:
+            text = first_folders.setdefault(text, str(folder))
+        labels.append(text)
+    return labels
+
+
+def loss_table(folders: list[Path], runs: list[Losses], labels: list[str]) -> str:
     rows = []
-    for label, run in runs.items():
+    for folder, run, label in zip(folders, runs, labels, strict=True):
         steps, tokens, hours, _ = run.train[-1]
-        row = {"run": label, "steps": steps, "tokens": tokens, "hours": hours, "loss": smoothed(run.train)[-1]}
+        row = {"run": label, "folder": folder, "steps": steps, "tokens": tokens, "minutes": 60 * hours}
+        row |= {"loss": smoothed(run.train)[-1]}
         if run.val:
             val_losses = [loss for *_, loss in run.val]
             row |= {"val_loss": val_losses[-1], "best_val_loss": min(val_losses)}
         rows.append(row | {"bits_per_byte": run.bits_per_byte})
-    return table(rows, "run steps tokens hours loss val_loss best_val_loss bits_per_byte")
+    return table(rows, "run folder steps tokens minutes loss val_loss best_val_loss bits_per_byte")
+
+
+def comparison(label: str, losses: list[float], base: str, base_losses: list[float]) -> str:
+    """Whether two groups of last validation losses differ by more than seeds make: Student's t-test, at 5%."""
+    freedom = len(losses) + len(base_losses) - 2
+    difference = fmean(losses) - fmean(base_losses)
+    text = f"val loss of {label} minus {base}: {difference:+.4f}"
+    if not freedom:
+        return f"{text}; one seed each cannot tell whether seeds make as much"
+    squares = sum((loss - fmean(group)) ** 2 for group in (losses, base_losses) for loss in group)
+    error = math.sqrt(squares / freedom * (1 / len(losses) + 1 / len(base_losses)))
+    ratio = difference / error if error else math.copysign(math.inf, difference)
+    limit = T_95[min(freedom, len(T_95)) - 1]
+    verdict = "more" if abs(ratio) > limit else "not more"
+    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make ({limit})"
 
 
 def main(argv: list[str]) -> None:
     s = read_settings(globals(), [word for word in argv if word.startswith("-")])
     folders = [Path(word) for word in argv if not word.startswith("-")]
     folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
+    out = Path(s.out)
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
+    if out.suffix[1:] not in FORMATS:
+        raise SettingError(f"--out={s.out}: its suffix is one of {', '.join(FORMATS)}")
     try:
-        runs = {str(path): read_losses(path) for path in folders}
+        runs = [read_losses(path) for path in folders]
     except ValueError as error:
         raise SettingError(str(error)) from None
-    print(loss_table(runs))
-    draw_losses(runs, Path(s.out))
-    print(f"drawn: {s.out}")
+    labels = s.labels.split(",") if s.labels else labels_of(folders, runs)
+    if len(labels) != len(folders):
+        raise SettingError(f"--labels={s.labels}: {len(labels)} for {len(folders)} folders")
+    unfinished = [str(path) for path, run in zip(folders, runs, strict=True) if run.flops_per_token is None]
+    if s.x == "flops" and unfinished:
+        raise SettingError(
+            f"--x=flops: {', '.join(unfinished)} has no flops_per_token in summary.json: it has not ended"
+        )
+    print(loss_table(folders, runs, labels))
+    groups = {}
+    for label, run in zip(labels, runs, strict=True):
+        groups.setdefault(label, []).append(run)
+    last = {label: [run.val[-1][-1] for run in group if run.val] for label, group in groups.items()}
+    (base, base_losses), *others = [(label, losses) for label, losses in last.items() if losses] or [(None, None)]
+    for label, losses in others:
+        print(comparison(label, losses, base, base_losses))
+    draw_losses(groups, out, s.x)
+    print(f"drawn: {out}")

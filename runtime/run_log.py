@@ -1,7 +1,4 @@
-"""The log of a run: lines on the screen, metrics.jsonl, wandb, and at the end summary.json and loss.png. Rank 0 writes.
-
-read_losses() and draw_losses() read the losses of runs from their folders, and draw them, which needs matplotlib.
-"""
+"""The log of a run: lines on the screen, metrics.jsonl, wandb, loss.png, and at the end summary.json. Rank 0 writes."""
 
 import contextlib
 import json
@@ -13,10 +10,9 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, time
-from typing import NamedTuple
 
 import torch
 
@@ -36,6 +32,7 @@ from runtime.distributed import (
     stop_on_error,
     world_size,
 )
+from runtime.loss_plot import draw_losses, read_losses, read_metrics
 from runtime.memory import RunShape, peak_gib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,6 +273,8 @@ class RunLog:
         if val_loss is None:
             return "interrupted"
         self.record({"step": step, "val_loss": val_loss})
+        if self.file:  # on rank 0; eval_only writes nothing
+            self.draw()
         return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
 
     def summary(self, val_loss: float, val_tokens: Tokens, n_evaluated: int, **more) -> None:
@@ -299,6 +298,7 @@ class RunLog:
             "val_loss": val_loss,
             "curve": self.curve,
             **self.model_facts,
+            "flops_per_token": self.flops_per_token,
             "cpu_gib": memory_stats.used_gib("cpu"),
             "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
@@ -316,98 +316,18 @@ class RunLog:
                 f"for the same {meta['val_bytes']:,} bytes"
             )
         write_json(self.out_dir / "summary.json", result)
-        self.draw()
 
     def next_command(self, chat: bool) -> None:
         command = ["python", display_path(ROOT / "sample.py"), f"--out_dir={self.out_dir}"]
         print0(f"next: {shlex.join([*command, '--chat'] if chat else command)}")
 
     def draw(self) -> None:
-        """Draw loss.png, if matplotlib is installed and there are enough points."""
-        losses = read_losses(self.out_dir)
-        if len(losses.train) >= 10:
-            with contextlib.suppress(ImportError):
-                draw_losses({str(self.out_dir): losses}, self.out_dir / "loss.png")
+        """Draw loss.png, if matplotlib is installed and the run has trained."""
+        with contextlib.suppress(ImportError, OSError, ValueError):  # no matplotlib, a full disk, no losses yet
+            draw_losses({self.out_dir.name: [read_losses(self.out_dir)]}, self.out_dir / "loss.png")
 
     def close(self) -> None:
         if self.file:
             self.file.close()
         if self.wandb:
             self._call_wandb(self.wandb.finish)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The losses of runs. Tokens, of all ranks together, and hours count training alone, without evaluations and saves.
-
-
-class Losses(NamedTuple):
-    """Points are (steps, tokens, hours, loss)."""
-
-    train: list[tuple]  # one for each line of the log
-    val: list[tuple]  # one for each evaluation
-    bits_per_byte: float | None  # of a finished run that evaluated on all of its validation text
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl. Skips what is none: a killed run's last line, zeros from a machine that went down."""
-    rows = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-
-
-def read_losses(folder: Path) -> Losses:
-    """ValueError if the folder has no losses or a file in it cannot be read."""
-    path = folder / "metrics.jsonl"
-    train = []
-    val = []
-    steps = 0  # of the last line with a loss
-    tokens = 0
-    hours = 0.0
-    tokens_per_step = 0
-    hours_per_step = 0.0
-    for row in read_metrics(path):
-        if "ms" in row:  # its speed and time are means over the steps since the previous line
-            tokens_per_step = round(row["tok_per_s"] * row["ms"] / 1000)
-            hours_per_step = row["ms"] / 3.6e6
-        n_steps = row["step"] - steps
-        point = row["step"], tokens + n_steps * tokens_per_step, hours + n_steps * hours_per_step
-        if row.get("loss") is not None:  # None: not finite
-            train.append((*point, row["loss"]))
-            steps, tokens, hours = point
-        elif row.get("val_loss") is not None:
-            val.append((*point, row["val_loss"]))
-    if not train:
-        raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
-    end = folder / "summary.json"  # perhaps of an earlier end
-    summary = json.loads(end.read_text()) if end.is_file() else {}
-    is_of_this_end = "curve" in summary and summary["curve"][-1][0] == train[-1][0]
-    return Losses(train, val, summary.get("bits_per_byte") if is_of_this_end else None)
-
-
-def smoothed(points: Sequence[tuple]) -> list[float]:
-    """At each point, the mean of the losses up to it over a window of a fiftieth of all points."""
-    losses = [loss for *_, loss in points]
-    n = max(1, len(points) // 50)
-    return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
-
-
-def draw_losses(runs: dict[str, Losses], path: Path) -> None:
-    """Draw each run's training loss as a line and validation loss as dots: left over tokens, right over hours."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display and shares state with other figures
-
-    figure = Figure(figsize=(10, 4 + 0.2 * len(runs)), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, unit, column, scale in ((left, "million tokens", 1, 1e6), (right, "hours", 2, 1)):
-        for label, run in runs.items():
-            (line,) = axes.plot([point[column] / scale for point in run.train], smoothed(run.train), label=label)
-            places = [point[column] / scale for point in run.val]
-            losses = [loss for *_, loss in run.val]
-            axes.plot(places, losses, "o", color=line.get_color(), markersize=4)
-        axes.set(xlabel=f"{unit} of training")
-        axes.spines[["top", "right"]].set_visible(False)
-    left.set(ylabel="loss (dots: validation)")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
-    with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix[1:] or "png")

@@ -1,13 +1,20 @@
 """Losses of training runs: read from the files that a run leaves, tabulated and drawn."""
 
+import itertools
 import json
+import math
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
 import bench
-from benchmarks import records
-from runtime import run_log
+from benchmarks import records, run
+from runtime import loss_plot
+from runtime.loss_plot import Losses, draw_losses, read_losses
 from runtime.run_log import RunLog
 
 WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0, command="python train.py",
@@ -34,10 +41,11 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
     out = tmp_path / "both.png"
     out.touch()  # a previous plot
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), f"--out={out}"])
-    _, _, *rows, drawn = capsys.readouterr().out.splitlines()
+    _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
+    assert "-0.5000; one seed each" in difference
     assert rows == [
-        f"| {first} | 20 | 20,000 | 10.00 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
-        f"| {going} | 30 | 30,000 | 15.00 | 2.5000 | 3.0000 | 3.0000 | - |",
+        f"| {first} | {first} | 20 | 20,000 | 600.0 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
+        f"| {going} | {going} | 30 | 30,000 | 900.0 | 2.5000 | 3.0000 | 3.0000 | - |",
     ]
     assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
 
@@ -47,20 +55,142 @@ def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps({"step": 30, "loss": 2.0, "ms": 1.8e6, "tok_per_s": 1000 / 1800}))
         file.write("\n" + json.dumps({"step": 35, "val_loss": 2.5}))  # between two lines of the log
-    losses = run_log.read_losses(folder)
+    losses = read_losses(folder)
     assert losses.train[-1] == (30, 30_000, 15.0, 2.0) and losses.bits_per_byte is None
     assert losses.val[-1] == (35, 35_000, 17.5, 2.5)
 
 
-def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkeypatch, capsys):
+def test_each_evaluation_draws_the_losses_unless_there_is_no_matplotlib(tmp_path, monkeypatch, capsys):
     folder = leave_run(tmp_path / "a", [3.0] * 12)
     log = RunLog(str(folder), "cpu", "float32", 1000, 1.0)
-    log.draw()
+    log.open(200, None)
+    log.evaluation(200, 2.5, 10)
     assert (folder / "loss.png").stat().st_size > 10_000
     (folder / "loss.png").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
-    log.draw()
+    log.evaluation(210, 2.4, 10)
     assert not [*tmp_path.glob("*/loss.png")] and not capsys.readouterr().out
+    log.close()
+
+
+def losses_of(settings=None, ends_at=3.0, steps=20, **more):
+    """A run of 1,000 tokens a step and 360 steps an hour that falls to its validation loss."""
+    points = [(n, 1000 * n, n / 360, ends_at + 1 - n / steps) for n in range(1, steps + 1)]
+    fields = {"bits_per_byte": None, "settings": settings or {}, "flops_per_token": 5e9} | more
+    return Losses(points, points[3::4], **fields)
+
+
+SETTINGS = {
+    "dataset": "a",
+    "optimizer": "adamw",
+    "learning_rate": 0.1,
+    "seed": 1,
+    "out_dir": "a",
+    "profile": False,
+    "keep_last": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, labels",
+    [
+        ([{}, {"optimizer": "muon"}], ["optimizer=adamw", "optimizer=muon"]),
+        ([{}, {"seed": 2, "out_dir": "b"}, {"learning_rate": 0.2}], ["learning_rate=0.1"] * 2 + ["learning_rate=0.2"]),
+        ([{}, {"profile": True, "keep_last": 0, "wandb_log": True, "eval_iters": 9}], ["runs/0", "runs/0"]),
+        ([{}, {"dataset": "a folder with a long name" * 3}], ["dataset=a", "runs/1"]),
+    ],
+)
+def test_a_label_names_the_settings_that_differ_and_matter_and_seeds_share_it(changes, labels):
+    runs = [losses_of(SETTINGS | change) for change in changes]
+    folders = [Path(f"runs/{i}") for i in range(len(runs))]
+    assert run.labels_of(folders, runs) == labels
+    assert run.labels_of([*folders, Path("new")], [*runs, losses_of()]) == [*labels, "new"], "it has no settings yet"
+
+
+@pytest.mark.parametrize(
+    "losses, verdict",
+    [
+        ([2.0, 2.1, 2.2], ", more than"), ([2.95, 3.05, 3.15], ", not more than"), ([3.0, 3.1, 3.2], ", not more than"),
+        ([2.0], ", more than"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_compared_with_what_seeds_make(losses, verdict):
+    base = [3.0, 3.1, 3.2]
+    said = run.comparison("muon", losses, "adamw", base)
+    assert verdict in said
+    if len(losses) == 3:  # the same spread in both: 0.1
+        ratio = (losses[0] - base[0]) / (0.1 * math.sqrt(2 / 3))
+        assert f"= {ratio:+.1f} standard errors" in said and "(2.78)" in said
+
+
+@pytest.fixture
+def axes(monkeypatch, tmp_path):
+    """axes(runs, x) draws runs and returns the plot's axes."""
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: figures.append(figure) or savefig(figure, *a, **b))
+
+    def draw(runs, x="tokens"):
+        draw_losses(runs, tmp_path / "loss.png", x)
+        return figures[-1].axes[0]
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "x, label, end",
+    [("tokens", "thousand tokens", 20), ("steps", "steps", 20), ("minutes", "minutes", 10 / 3),
+     ("flops", "10¹² FLOPs", 100)],
+)  # fmt: skip
+def test_the_axis_has_units_that_fit(axes, x, label, end):
+    drawn = axes({"a": [losses_of()]}, x)
+    train, val = drawn.lines
+    assert drawn.get_xlabel() == f"{label} of training" and train.get_xdata()[-1] == pytest.approx(end)
+    assert len(val.get_xdata()) == 5 and val.get_linestyle() == "-" and val.get_marker() == "o", "points and a line"
+
+
+def test_seeds_are_a_band_around_their_mean_and_labels_do_not_overlap(axes):
+    seeds = [losses_of(ends_at=loss) for loss in (3.0, 3.2, 3.7)]
+    drawn = axes({"seeds": seeds, "single": [losses_of(ends_at=3.31)], "third": [losses_of(ends_at=3.3)]})
+    assert drawn.lines[1].get_ydata()[-1] == pytest.approx(3.3)
+    heights = drawn.collections[1].get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(3.0) and heights.max() == pytest.approx(3.7 + 0.8)
+    texts = {text.get_text(): text.get_window_extent() for text in drawn.texts}
+    assert set(texts) == {"seeds", "single", "third"} and not texts["seeds"].overlaps(texts["single"])
+    assert not texts["third"].overlaps(texts["single"]) and not texts["third"].overlaps(texts["seeds"])
+
+
+@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_the_suffix_names_the_format_and_labels_are_taken(tmp_path, suffix, start, capsys):
+    leave_run(tmp_path / "a", [4.0, 3.0])
+    out = tmp_path / f"plot.{suffix}"
+    bench.main(["run", str(tmp_path / "a"), "--labels=mine", "--x=steps", f"--out={out}"])
+    assert out.read_bytes().startswith(start) and "| mine |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flag, sentence", [("--out=a.jpg", "png, svg, pdf"), ("--labels=a,b", "2 for 1"), ("--x=flops", "has not ended")]
+)
+def test_what_cannot_be_drawn_gets_a_sentence(tmp_path, flag, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        bench.main(["run", str(leave_run(tmp_path / "a", [4.0, 3.0])), flag])
+
+
+def lab(color: str) -> np.ndarray:
+    """CIE L*a*b* of a color as deuteranopes see it, by the matrix of Machado, Oliveira and Fernandes (2009)."""
+    machado = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    xyz_of_rgb = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    srgb = np.array(to_rgb(color))
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.array(xyz_of_rgb) @ np.clip(np.array(machado) @ linear, 0, 1) / [0.9505, 1.0, 1.089]
+    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(loss_plot.COLORS, 2)])
+def test_color_blind_readers_can_tell_the_colors_apart(pair):
+    assert np.linalg.norm(lab(pair[0]) - lab(pair[1])) > 15, "Delta E of CIE 1976"
+    assert np.linalg.norm(lab("#1f77b4") - lab("#9467bd")) < 15, "matplotlib's own blue and purple are not"
 
 
 def test_a_whole_run_becomes_a_record_with_its_validation_losses(tmp_path, monkeypatch):

@@ -1,0 +1,166 @@
+"""The losses of runs of train.py: read from their folders, and drawn, which needs matplotlib.
+
+    losses = read_losses(Path("out/muon"))
+    draw_losses({"muon": [losses]}, Path("loss.png"), x="tokens")
+
+Tokens, of all ranks together, and hours count training alone, without evaluations and saves.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from data.files import atomic_write
+
+# Okabe and Ito's colors. A test simulates how a color-blind reader sees them: all pairs differ clearly.
+BLUE = "#0072B2"
+RED = "#D55E00"
+SKY = "#56B4E9"
+PINK = "#CC79A7"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+COLORS = [BLUE, RED, SKY, PINK, GREEN, ORANGE, "black"]
+UNITS = {  # what x may be -> sizes, in what read_losses counts, and names: the largest that is not above the data
+    "steps": [(1, "steps")],
+    "tokens": [(1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens")],
+    "minutes": [(24, "days"), (1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds")],
+    "flops": [(1e18, "10¹⁸ FLOPs"), (1e15, "10¹⁵ FLOPs"), (1e12, "10¹² FLOPs"), (1, "FLOPs")],
+}
+FORMATS = ("png", "svg", "pdf")
+
+
+class Losses(NamedTuple):
+    """Points are (steps, tokens, hours, loss)."""
+
+    train: list[tuple]  # one for each line of the log
+    val: list[tuple]  # one for each evaluation
+    bits_per_byte: float | None  # of a finished run that evaluated on all of its validation text
+    settings: dict  # of a run that has ended or saved a checkpoint; else empty
+    flops_per_token: float | None  # of a run that has ended
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl. Skips what is none: a killed run's last line, zeros from a machine that went down."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def read_losses(folder: Path) -> Losses:
+    """ValueError if the folder has no losses or a file in it cannot be read."""
+    path = folder / "metrics.jsonl"
+    train = []
+    val = []
+    steps = 0  # of the last line with a loss
+    tokens = 0
+    hours = 0.0
+    tokens_per_step = 0
+    hours_per_step = 0.0
+    for row in read_metrics(path):
+        if "ms" in row:  # its speed and time are means over the steps since the previous line
+            tokens_per_step = round(row["tok_per_s"] * row["ms"] / 1000)
+            hours_per_step = row["ms"] / 3.6e6
+        n_steps = row["step"] - steps
+        point = row["step"], tokens + n_steps * tokens_per_step, hours + n_steps * hours_per_step
+        if row.get("loss") is not None:  # None: not finite
+            train.append((*point, row["loss"]))
+            steps, tokens, hours = point
+        elif row.get("val_loss") is not None:
+            val.append((*point, row["val_loss"]))
+    if not train:
+        raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
+    end = folder / "summary.json"  # perhaps of an earlier end
+    summary = json.loads(end.read_text()) if end.is_file() else {}
+    is_of_this_end = "curve" in summary and summary["curve"][-1][0] == train[-1][0]
+    bits_per_byte = summary.get("bits_per_byte") if is_of_this_end else None
+    checkpoints = sorted(folder.glob("step_*/run.json"))
+    run_info = json.loads(checkpoints[-1].read_text()) if checkpoints else summary
+    return Losses(train, val, bits_per_byte, run_info.get("settings", {}), summary.get("flops_per_token"))
+
+
+def smoothed(points: Sequence[tuple]) -> list[float]:
+    """At each point, the mean of the losses up to it over a window of a fiftieth of all points."""
+    losses = [loss for *_, loss in points]
+    n = max(1, len(points) // 50)
+    return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
+
+
+def label_ends(axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Write each (x, y, text, color) to the right of the end of its line. Texts that would overlap move up."""
+    axes.figure.draw_without_rendering()  # so that the axes have their size and limits
+    line_height = 1.3 * axes.yaxis.label.get_size()
+    placed = []
+    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+        end_x, end_y = axes.transData.transform((x, y)) * 72 / axes.figure.dpi  # in points, as fonts are measured
+        text_y = end_y
+        for other_x, other_y in placed:
+            if abs(end_x - other_x) < 100 and text_y < other_y + line_height:
+                text_y = other_y + line_height
+        placed.append((end_x, text_y))
+        offset = (8, text_y - end_y)
+        axes.annotate(text, (x, y), offset, textcoords="offset points", va="center", color=color)
+
+
+def curve(run: Losses, kind: str, x: str) -> dict[int, tuple[float, float]]:
+    """step -> (x, loss) of a run's train or val."""
+    points = getattr(run, kind)
+    losses = smoothed(points) if kind == "train" else [loss for *_, loss in points]
+    curve = {}
+    for (step, tokens, hours, _), loss in zip(points, losses, strict=True):
+        flops = tokens * (run.flops_per_token or 0)
+        curve[step] = {"steps": step, "tokens": tokens, "minutes": hours, "flops": flops}[x], loss
+    return curve
+
+
+def over_seeds(curves: list[dict[int, tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
+    """(mean x, mean loss, least, largest) at each step that all curves have."""
+    rows = []
+    for step in curves[0]:
+        if all(step in curve for curve in curves):
+            losses = [curve[step][1] for curve in curves]
+            rows.append((fmean(curve[step][0] for curve in curves), fmean(losses), min(losses), max(losses)))
+    return rows
+
+
+def draw_losses(runs: dict[str, list[Losses]], path: Path, x: str = "tokens") -> None:
+    """Draw the losses of runs: thin lines the training loss, dots the validation loss.
+
+    runs: label -> runs that differ in their seeds: their mean is drawn, and a band from the least to the largest.
+    x: steps, tokens, minutes or flops. The format is the suffix of path.
+    """
+    from matplotlib.figure import Figure  # not pyplot, which needs a display and shares state with other figures
+
+    lines = []  # (label, look, rows of over_seeds())
+    for i, (label, seeds) in enumerate(runs.items()):
+        color = COLORS[i % len(COLORS)]
+        for kind, look in (("train", {"linewidth": 1, "alpha": 0.5}), ("val", {"linewidth": 2, "marker": "o"})):
+            rows = over_seeds([curve(run, kind, x) for run in seeds])
+            if rows:
+                lines.append((label, look | {"color": color}, rows))
+    longest = max(rows[-1][0] for *_, rows in lines)
+    scale, unit = next(size for size in UNITS[x] if longest >= size[0] or size is UNITS[x][-1])
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    ends = {}  # of each label's last line: validation, if there is one
+    for label, look, rows in lines:
+        places, means, least, largest = zip(*rows, strict=True)
+        places = [place / scale for place in places]
+        axes.plot(places, means, **look)
+        axes.fill_between(places, least, largest, color=look["color"], alpha=0.15, linewidth=0)
+        ends[label] = places[-1], means[-1], label, look["color"]
+    settled = [
+        mean for *_, rows in lines for place, mean, *_ in rows if place >= longest / 10
+    ]  # without the first fall
+    margin = 0.05 * (max(settled) - min(settled)) or 0.1
+    axes.set(xlabel=f"{unit} of training", ylabel="loss; dots: validation", xlim=(0, None))
+    axes.set_ylim(min(settled) - margin, max(settled) + margin)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    label_ends(axes, list(ends.values()))
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:] or "png")
