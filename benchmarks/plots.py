@@ -1,6 +1,6 @@
 """The plots of README.md and benchmarks/README.md, each drawn from a record. `python bench.py readme` draws them all.
 
-The color says who: the palette of Okabe and Ito, which color-blind readers can tell apart. The dashes say how.
+The color says who, the dashes say how.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,9 @@ import matplotlib.pyplot as plt
 from benchmarks.records import load
 from benchmarks.settings import ROOT
 from benchmarks.tables import is_measured, title
+from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY, label_ends
 
 FOLDER = ROOT / "benchmarks" / "plots"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-GREEN = "#009E73"
-BLUE = "#0072B2"
-RED = "#D55E00"
-PINK = "#CC79A7"
 STYLES = {  # by the beginning of a trainer's title, the longest that fits: color, dashes
     "nanocria": (RED, "-"), "nanocria, fp8": (RED, "--"), "nanocria, activations": (ORANGE, "--"),
     "nanocria, unfused": (PINK, "-."), "nanocria, plain": (PINK, ":"), "torchtitan's recipe": (GREEN, "-"),
@@ -29,12 +24,16 @@ STYLES = {  # by the beginning of a trainer's title, the longest that fits: colo
     "Hugging Face compiled": (SKY, "--"), "Hugging Face + Liger": (BLUE, "-"),
 }  # fmt: skip
 MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
-LINUX = {  # record -> label, color
-    "linux_114m": ("AdamW", BLUE), "linux_114m_fp8": ("AdamW, float8", SKY), "linux_114m_muon_w20": ("Muon", RED),
-    "linux_114m_normuon": ("NorMuon", ORANGE),
+LINUX = {  # record -> label, color: the best run of each optimizer
+    "linux_114m": ("AdamW", BLUE), "linux_114m_muon_w20": ("Muon", RED), "linux_114m_normuon": ("NorMuon", ORANGE),
 }  # fmt: skip
-SHOWN = ("nanocria", "nanocria-long", "hf-liger-offload", "hf-offload")  # of the study, in README.md
-plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "font.size": 10, "legend.frameon": False}
+SHOWN = {  # of the study, in README.md -> where its label stands: at which batch, offset in points, alignment
+    "nanocria": (64, (-12, 0), "right"), "nanocria-long": (1792, (0, 16), "right"),
+    "hf-liger-offload": (112, (12, 0), "left"), "hf-offload": (8, (12, 0), "left"),
+}  # fmt: skip
+STEP = ("nanocria", "recipe", "hf", "hf-compiled", "hf-liger")  # in bfloat16, in README.md
+WIDTH = 9  # inches: the pages show them 830 pixels wide
+plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "font.size": 11, "legend.frameon": False}
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 
 
@@ -42,11 +41,6 @@ def style(row: dict) -> dict:
     name = max((start for start in STYLES if title(row).startswith(start)), key=len, default="")
     color, dashes = STYLES.get(name, ("gray", "-"))
     return {"color": color, "linestyle": dashes, "label": title(row)}
-
-
-def legend_below(figure, axes, columns: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def by_trainer(rows: list[dict]) -> list[list[dict]]:
@@ -61,17 +55,40 @@ def thousands(rows: list[dict]) -> list[float]:
 
 def plot_sweep(record: dict):
     """Speed as batch and context grow."""
+    figure = panels_of_growth(record)
+    first = figure.axes[0]
+    first.plot([], [], "kx", label="the next size is out of memory")
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(figure.axes) + 1)
+    return figure
+
+
+def plot_study(record: dict):
+    """Four trainers of the study, for README.md."""
+    shown = {kind: [row for row in record[kind] if row["trainer"] in SHOWN] for kind in ("batch", "seq")}
+    figure = panels_of_growth(shown)
+    first, second = figure.axes
+    first.set_ylim(0, 72)  # room for a label
+    for row in shown["batch"]:
+        batch, offset, side = SHOWN[row["trainer"]]
+        if row["batch"] == batch:
+            place = (batch, row["tok_per_s"] / 1000)
+            color = style(row)["color"]
+            first.annotate(title(row), place, offset, textcoords="offset points", ha=side, va="center", color=color)
+    second.text(0.04, 0.93, "×  the next size is out of memory", transform=second.transAxes)
+    return figure
+
+
+def panels_of_growth(record: dict):
+    """A figure with a panel for each of batch and seq in the record."""
     kinds = [kind for kind in ("batch", "seq") if record.get(kind)]
-    options = {"figsize": (max(5 * len(kinds), 7), 4), "sharey": "row", "squeeze": False}
-    figure, ((first, *others),) = plt.subplots(1, len(kinds), **options)
-    for kind, axes in zip(kinds, (first, *others), strict=True):
+    figure, panels = plt.subplots(1, len(kinds), figsize=(WIDTH, 4), sharey="row", squeeze=False)
+    for kind, axes in zip(kinds, panels[0], strict=True):
         size = "batch" if kind == "batch" else "block"
         text = "batch, sequences of {block:,} tokens" if kind == "batch" else "context, tokens, at batch {batch}"
         axes.set(xlabel=text.format(**record[kind][0]))
         plot_growth(axes, record[kind], size)
-    first.set(ylabel="thousand tokens per second", ylim=(0, None))
-    first.plot([], [], "kx", label="the next size is out of memory")
-    legend_below(figure, first, columns=len(kinds) + 1)
+    panels[0][0].set(ylabel="thousand tokens per second", ylim=(0, None))
     return figure
 
 
@@ -90,57 +107,64 @@ def plot_growth(axes, rows: list[dict], size: str) -> None:
     axes.minorticks_off()
 
 
-def plot_study(record: dict):
-    """Four trainers of the study, for README.md."""
-    return plot_sweep({kind: [row for row in record[kind] if row["trainer"] in SHOWN] for kind in ("batch", "seq")})
-
-
 def plot_steps(record: dict):
-    """Tokens per second against peak memory: a panel for each shape, a mark for each checkpointing."""
-    points = [row for row in record["points"] if is_measured(row)]
-    shapes = list(dict.fromkeys((row["batch"], row["block"]) for row in points))
-    figure, panels = plt.subplots(1, len(shapes), figsize=(10, 5), sharey=True)
-    for axes, (batch, block) in zip(panels, shapes, strict=True):
-        for rows in by_trainer([row for row in points if (row["batch"], row["block"]) == (batch, block)]):
-            axes.plot([row["peak_gib"] for row in rows], thousands(rows), **style(rows[0]))
-            for row in rows:
-                mark = MARKS[row["checkpointing"]]
-                axes.plot(row["peak_gib"], row["tok_per_s"] / 1000, mark, color=style(row)["color"])
-        axes.set(title=f"{batch} x {block:,} tokens", xlabel="peak memory, GiB", xlim=(0, None))
-    panels[0].set(ylabel="thousand tokens per second", ylim=(0, None))
-    for checkpointing, mark in MARKS.items():
-        panels[0].plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
-    legend_below(figure, panels[0], columns=3)
+    """Tokens per second against peak memory at 16 x 2,048 tokens: a mark for each checkpointing."""
+    points = [row for row in record["points"] if is_measured(row) and (row["batch"], row["block"]) == (16, 2048)]
+    figure, axes = plt.subplots(figsize=(WIDTH, 4.5))
+    ends = []
+    for rows in by_trainer([row for row in points if row["trainer"] in STEP]):
+        axes.plot([row["peak_gib"] for row in rows], thousands(rows), **style(rows[0]))
+        for row in rows:
+            mark = MARKS[row["checkpointing"]]
+            axes.plot(row["peak_gib"], row["tok_per_s"] / 1000, mark, color=style(row)["color"], markersize=8)
+        fastest = max(rows, key=lambda row: row["tok_per_s"])
+        ends.append((fastest["peak_gib"], fastest["tok_per_s"] / 1000, title(fastest), style(fastest)["color"]))
+    axes.set(xlabel="peak memory, GiB", ylabel="thousand tokens per second", xlim=(0, None))
+    marks = [axes.plot([], [], mark, color="gray", markersize=8)[0] for mark in MARKS.values()]
+    axes.legend(marks, [f"checkpointing: {name}" for name in MARKS], loc="lower left")
+    label_ends(axes, ends, upwards=True)
     return figure
 
 
 def plot_snapshot(record: dict):
     """Memory in use over the allocations and frees of training steps."""
-    figure, axes = plt.subplots(figsize=(10, 3.5))
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.5))
+    peaks = []
     for row in (row for row in record["rows"] if "gib" in row):
-        axes.plot([i / row["at"][-1] for i in row["at"]], row["gib"], **style(row))
-        axes.axhline(row["peak_gib"], color=style(row)["color"], linewidth=0.8)
+        shares = [i / row["at"][-1] for i in row["at"]]
+        axes.plot(shares, row["gib"], **style(row))
+        text = f"{title(row)}: {row['peak_gib']:.1f} GiB"
+        peaks.append((shares[row["gib"].index(max(row["gib"]))], row["peak_gib"] + 2, text, style(row)["color"]))
     axes.set(xlabel="allocations and frees, in their order, as a share of all", ylabel="GiB in use", ylim=(0, None))
-    axes.legend()
+    label_ends(axes, peaks, upwards=True)
     return figure
 
 
 def plot_linux(record: dict):
     """Bits per byte of unseen files over tokens: the best run of each optimizer."""
-    figure, axes = plt.subplots(figsize=(10, 4))
+    figure, axes = plt.subplots(figsize=(WIDTH, 4))
+    ends = []
     for name, (label, color) in LINUX.items():
         run = load(name)
         s = run["settings"]
         tokens_of_a_step = s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"]
         tokens = [tokens_of_a_step * step / 1e6 for step, _, _ in run["val_curve"]]
         bits = [run["bits_per_byte"] / run["val_loss"] * loss for _, _, loss in run["val_curve"]]
-        axes.plot(tokens, bits, "o-", color=color, label=f"{label}: {run['bits_per_byte']:.3f} at the end")
-    axes.axhline(record["xz_bits_per_byte"], color="gray", linestyle=":", label="xz -9")
+        axes.plot(tokens, bits, "o-", color=color)
+        ends.append((tokens[-1], bits[-1], f"{label}: {bits[-1]:.3f}", color))
+    axes.axhline(record["xz_bits_per_byte"], color="gray")
+    ends.append((axes.get_xlim()[1], record["xz_bits_per_byte"], f"xz -9: {record['xz_bits_per_byte']:.3f}", "gray"))
     ticks = [0.6, 0.8, 1.0, 1.5, 2.0]
-    axes.set(xlabel="million tokens", ylabel="bits per byte of unseen files", yscale="log")
+    axes.set(
+        xlabel="million tokens",
+        ylabel="bits per byte of unseen files",
+        yscale="log",
+        xlim=axes.get_xlim(),
+        ylim=(0.5, None),
+    )
     axes.set_yticks(ticks, ticks)
     axes.minorticks_off()
-    axes.legend()
+    label_ends(axes, ends)
     return figure
 
 

@@ -90,20 +90,26 @@ def smoothed(points: Sequence[tuple]) -> list[float]:
     return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
 
 
-def label_ends(axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write each (x, y, text, color) to the right of the end of its line. Texts that would overlap move up."""
+def label_ends(axes, ends: list[tuple[float, float, str, str]], upwards: bool = False) -> None:
+    """Write each (x, y, text, color) to the right of the end of its line.
+
+    Texts that would cover another one or another end move downwards, where a falling line leaves room, or upwards.
+    """
     axes.figure.draw_without_rendering()  # so that the axes have their size and limits
-    line_height = 1.3 * axes.yaxis.label.get_size()
-    placed = []
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        end_x, end_y = axes.transData.transform((x, y)) * 72 / axes.figure.dpi  # in points, as fonts are measured
-        text_y = end_y
-        for other_x, other_y in placed:
-            if abs(end_x - other_x) < 100 and text_y < other_y + line_height:
-                text_y = other_y + line_height
-        placed.append((end_x, text_y))
-        offset = (8, text_y - end_y)
-        axes.annotate(text, (x, y), offset, textcoords="offset points", va="center", color=color)
+    size = axes.yaxis.label.get_size()
+    sign = 1 if upwards else -1
+    points = axes.transData.transform([end[:2] for end in ends]) * 72 / axes.figure.dpi  # in points, as fonts are
+    taken = [(x, x, sign * y) for x, y in points]  # from, to and height
+    for (x, y), (end_x, end_y, text, color) in sorted(zip(points, ends, strict=True), key=lambda end: sign * end[0][1]):
+        left = x + 8
+        right = left + 0.6 * size * len(text)
+        height = sign * y
+        for other_left, other_right, other in sorted(taken, key=lambda each: each[2]):
+            if other_left < right and left < other_right and abs(height - other) < 1.3 * size:
+                height = other + 1.3 * size
+        taken.append((left, right, height))
+        offset = (8, sign * height - y)
+        axes.annotate(text, (end_x, end_y), offset, textcoords="offset points", va="center", color=color, fontsize=size)
 
 
 def curve(run: Losses, kind: str, x: str) -> dict[int, tuple[float, float]]:

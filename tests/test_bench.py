@@ -1,10 +1,12 @@
 """The pages' tables and plots come from the records, the command line, and what the kernels' benchmark compares."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 import bench
 from benchmarks import kernels as kernels_bench
@@ -29,6 +31,22 @@ def test_every_plot_is_drawn_from_its_record(tmp_path):
     plots.draw_all(tmp_path)
     drawn = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 10_000}
     assert drawn == {path.name for path in plots.FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_a_plot_can_be_read_at_the_width_of_the_page(name):
+    """Letters are 11 pixels or more if the page shows it 830 pixels wide, and neither labels nor looks coincide."""
+    record, plot = plots.PLOTS[name]
+    figure = plot(records.load(record))
+    figure.draw_without_rendering()
+    pixels = 830 / figure.get_window_extent().width * figure.dpi / 72
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert min(text.get_fontsize() for text in texts) * pixels >= 11
+    for axes in figure.axes:
+        labels = [text.get_window_extent() for text in axes.texts]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(labels, 2))
+        looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines if len(line.get_xdata()) > 1]
+        assert len(looks) == len(set(looks)), "two lines look the same"
 
 
 USER_ERRORS = """
