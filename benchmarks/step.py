@@ -21,7 +21,7 @@ from benchmarks.trainers import TRAINERS
 
 # settings
 measure: Literal["points", "breakdown", "baby"] = "points"  # they add to the same record
-trainers = "nanocria,nanocria-fp8,recipe,recipe-fp8,torchtitan,hf,hf-compiled,hf-graphs,hf-liger"  # points, baby
+trainers = "nanocria,nanocria-fp8,recipe,recipe-fp8,torchtitan,hf,hf-compiled,hf-graphs,hf-liger-cudnn,hf-fastest"
 shapes = "8x2048,16x2048,2x8192,32x2048"  # sequences x tokens; breakdown takes the first
 checkpointing = "none,selective,full"  # Hugging Face has no selective; breakdown takes the first
 steps: int | None = None  # to measure; none: 20, for baby 200

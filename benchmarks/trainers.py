@@ -15,6 +15,7 @@ measure() trains a peer for some steps on the text that nanocria is measured on.
 are sharded over the ranks. PyTorch's allocator uses expandable segments, as in train.py.
 """
 
+import contextlib
 import gc
 import itertools
 import os
@@ -50,6 +51,7 @@ RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 SEED = 1337
 LEARNING_RATE = 1e-4
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def llama_config(path: str, **changes) -> LlamaConfig:
@@ -118,15 +120,13 @@ def recipe(c: LlamaConfig, checkpointing: str, device, reshard=True, fp8=False):
 class RecipeAttention(plain_llama.Attention):
     """K and V repeated for each query head, as in torchtitan; cuDNN's attention if it can."""
 
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-
     def forward(self, x, cos, sin):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
         q = plain_llama.rotate(q, cos, sin)  # (B, T, H, D)
         k = plain_llama.rotate(k, cos, sin)
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(self.backends, set_priority=True):
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -226,18 +226,20 @@ def torchtitan(c: LlamaConfig, checkpointing: str, device):
 # --- Hugging Face ---
 
 
-def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=False, dtype=torch.bfloat16):
+def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger="", cudnn=False, dtype=torch.bfloat16):
     """transformers' LlamaForCausalLM and its loss.
 
     compile_mode: under torch.compile, with causal attention without a mask, as transformers does uncompiled;
-    reduce-overhead replays CUDA graphs. liger: with Liger-Kernel's patches, including its fused linear cross-entropy.
+    reduce-overhead replays CUDA graphs; blocks compiles the blocks one by one. liger: with all of Liger-Kernel's
+    patches, or only its loss, the fused linear cross-entropy. cudnn: its attention, which PyTorch does not take by
+    itself.
     """
     import transformers
 
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        apply_liger_kernel_to_llama()
+        apply_liger_kernel_to_llama(**dict.fromkeys(("rope", "rms_norm", "swiglu"), liger == "all"))
     hf_config = transformers.LlamaConfig(**write_config(c, "bytes", "bfloat16", {}, {}), use_cache=False)
     with torch.device(device):  # from_config, unlike .to(dtype), leaves RoPE's frequencies in fp32
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
@@ -248,9 +250,17 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
         from transformers.models.llama import modeling_llama
 
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would build a (T, T) mask
-    run = torch.compile(model, mode=compile_mode) if compile_mode else model
-    # shift_labels: the targets are shifted already
-    return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
+    if compile_mode == "blocks":
+        for layer in model.model.layers:
+            layer.compile()
+    run = torch.compile(model, mode=compile_mode) if compile_mode not in ("", "blocks") else model
+
+    def loss_of(tokens, targets):
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True) if cudnn else contextlib.nullcontext():
+            # shift_labels: the targets are shifted already
+            return run(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+    return model, loss_of
 
 
 def hf(c: LlamaConfig, checkpointing: str, device, optimizer=adamw, **options):
@@ -278,7 +288,7 @@ def galore_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
 def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
     """hf with liger, frozen in bfloat16, or bitsandbytes' NF4 with double quantisation, and peft's adapters of rank 16
     on its seven projections, in float32 under autocast, peft's default."""
-    model, _ = hf_model(c, checkpointing, device, liger=True)
+    model, _ = hf_model(c, checkpointing, device, liger="all")
     if nf4:
         quantize_as_bitsandbytes(model.model.layers, device)
     model = with_peft(model)
@@ -315,7 +325,7 @@ def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
                 setattr(module, name, packed.to(device))
 
 
-def hf_masters(c: LlamaConfig, checkpointing: str, device, liger=False, offload=False):
+def hf_masters(c: LlamaConfig, checkpointing: str, device, liger="", offload=False):
     """float32 weights, gradients and optimizer states, which FSDP2 casts to bf16 for forward and backward, block by
     block. offload: all of them in CPU memory, where AdamW runs too."""
     model, loss_of = hf_model(c, checkpointing, "meta", liger=liger, dtype=torch.float32)
@@ -472,17 +482,20 @@ TRAINERS = {
     "hf": Trainer("Hugging Face", hf),
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),
     "hf-graphs": Trainer("Hugging Face compiled, CUDA graphs", partial(hf, compile_mode="reduce-overhead")),
-    "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger=True)),
+    "hf-liger": Trainer("Hugging Face + Liger", partial(hf, liger="all")),
+    "hf-liger-cudnn": Trainer("Hugging Face + Liger, cuDNN", partial(hf, liger="all", cudnn=True)),
+    "hf-fastest": Trainer("Hugging Face, compiled blocks, Liger's loss, cuDNN",
+                          partial(hf, compile_mode="blocks", liger="loss", cudnn=True)),
     "hf-liger-8bit": Trainer("Hugging Face + Liger + bitsandbytes",
-                             partial(hf, liger=True, optimizer=bitsandbytes_adamw8bit)),
+                             partial(hf, liger="all", optimizer=bitsandbytes_adamw8bit)),
     "hf-liger-galore": Trainer("Hugging Face + Liger + GaLore",
-                               partial(hf, liger=True, optimizer=galore_adamw8bit)),
+                               partial(hf, liger="all", optimizer=galore_adamw8bit)),
     # adapters
     "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora),
     "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True)),
     # float32 weights, bfloat16 compute
     "hf-masters": Trainer("Hugging Face", hf_masters),
-    "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True)),
+    "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger="all")),
     "hf-offload": Trainer("Hugging Face", partial(hf_masters, offload=True)),
-    "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger=True, offload=True)),
+    "hf-liger-offload": Trainer("Hugging Face + Liger", partial(hf_masters, liger="all", offload=True)),
 }  # fmt: skip

@@ -32,6 +32,10 @@ def build_hf(checkpointing):
     return trainers.hf_model(TINY, checkpointing, CPU, dtype=torch.float32)
 
 
+def build_hf_cudnn(checkpointing):
+    return trainers.hf_model(TINY, checkpointing, CPU, cudnn=True, dtype=torch.float32)
+
+
 PLAIN_NAMES = {  # Hugging Face's, and plain_llama.py's
     "model.": "", "self_attn": "attn", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
     "embed_tokens": "tok_embeddings",
@@ -50,7 +54,7 @@ def counterparts(name, peer):
 
 @pytest.mark.parametrize(
     "build, checkpointing",
-    [*((build_recipe, c) for c in ("none", "selective", "full")), *((build_hf, c) for c in ("none", "full"))],
+    [*((build_recipe, c) for c in ("none", "selective", "full")), (build_hf, "none"), (build_hf_cudnn, "full")],
 )
 def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
     torch.manual_seed(1)
