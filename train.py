@@ -22,6 +22,7 @@ from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
 from optimizers import OnCPU, OnDevice, OnDisk, Optimizer, rule_of
+from optimizers.state_file import open_state_file
 from runtime import distributed
 from runtime.check_settings import check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
@@ -32,7 +33,6 @@ from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_m
 from runtime.resume import check_start, claim, find_start, model_settings, restore
 from runtime.run_log import RunLog
 from runtime.save import Saver
-from runtime.state_file import open_state_file
 from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
 from runtime.stream_weights import StreamedWeights
 

@@ -24,8 +24,8 @@ from configurator import SettingError
 from model import Llama
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
+from optimizers.state_file import StateFile, open_state_file, page_aligned
 from runtime.memory_advice import disk_bytes
-from runtime.state_file import StateFile, open_state_file, page_aligned
 
 # settings
 offload_dir = ""  # a folder on the drive

@@ -13,7 +13,7 @@ offload = 'all' the parameters, 2n, and the buffers. With several micro-batches 
 in the file these would move 8n bytes in each micro-batch, and a larger batch_size needs none.
 
 The file is the run's working state and nothing else: a run that is killed resumes from its checkpoint. Masters and
-states are tensors whose memory is the file (runtime/state_file.py). A checkpoint is written from them, and read into
+states are tensors whose memory is the file (optimizers/state_file.py). A checkpoint is written from them, and read into
 them, through the page cache, as if they were in memory. Training waits for it, because a copy would take the memory
 that the file saves. Updates bypass the page cache.
 """
@@ -26,8 +26,8 @@ import torch
 
 from optimizers.on_cpu import OnCPU
 from optimizers.place import new_state
+from optimizers.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 from runtime.distributed import local, shard_like
-from runtime.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 
 PIECE = 2**22  # elements: 16 MB of each float32 tensor
 BUFFERS = THREADS + 1  # one is updated while each thread fills or empties another

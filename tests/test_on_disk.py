@@ -21,10 +21,10 @@ from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
+from optimizers.state_file import StateFile, page_aligned
 from runtime import memory_advice
 from runtime.checkpoint import newest
 from runtime.memory import RunShape, state_bytes
-from runtime.state_file import StateFile, page_aligned
 from tests.runs import SHORT, SMALL, error_of, finish, losses, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
