@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,15 @@ def read_small(path: Path, limit: int) -> bytes:
         raise ValueError(f"{path} has more than {limit:,} bytes, which is too large for a file of this kind")
     refuse_lfs_pointer(content, path)
     return content
+
+
+def how_to_fetch(path: Path) -> str:
+    """What to do about a path that holds no weights, or no tokenizer: it may be a name on the hub, or a GGUF file."""
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        return "GGUF files are not read: fetch the model they were made from, hf download NAME --local-dir FOLDER"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"If that is a name on huggingface.co: hf download {path} --local-dir {path.name}, then name {path.name}"
+    return "From huggingface.co: hf download NAME --local-dir FOLDER"
 
 
 def read_json(path: Path, limit: int) -> Any:

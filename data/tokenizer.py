@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.files import read_small, refuse_lfs_pointer
+from data.files import how_to_fetch, read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
     SPECIAL_TOKENS,
@@ -30,7 +30,16 @@ from data.tiktoken_files import (
     llama3_encoding,
     openai_encoding,
 )
-from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, ids_of_json, is_id, spelling, vocabulary_name
+from data.vocabulary import (
+    END_OF_TEXT_NAMES,
+    HuggingFace,
+    Tiktoken,
+    Tokenizer,
+    ids_of_json,
+    is_id,
+    spelling,
+    vocabulary_name,
+)
 
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
@@ -58,12 +67,16 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
         return tokenizer
     path = Path(name)
+    if path.suffix == ".gguf":
+        raise ValueError(f"{name} is no tokenizer's file. {how_to_fetch(path)}")
     if path.is_dir() or path.name == "tokenizer.json":
         return tokenizer_of(path if path.is_dir() else path.parent)
     if path.is_file():
         return read_model(path)
     hint = did_you_mean(str(name), {known: known for known in NAMES})
-    raise ValueError(f"Unknown tokenizer {name}: it is not one of {', '.join(NAMES)}, nor a file or folder{hint}")
+    known = ", ".join(NAMES)
+    problem = f"Unknown tokenizer {name}: it is not one of {known}, nor a file or folder{hint or '.'}"
+    raise ValueError(f"{problem} {how_to_fetch(path)}")
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -113,6 +126,32 @@ def doc_start_of(config: dict) -> int | None:
     if doc_start is not None and not is_id(doc_start):
         raise ValueError(f"config.json has {doc_start!r:.40} as {DOC_START}: expected a token's id, or null")
     return doc_start
+
+
+def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
+    """A byte-level BPE learned from texts: every byte, <|endoftext|>, and the most frequent pairs up to n_vocab tokens.
+
+    Fewer if the texts have fewer pairs. ValueError if n_vocab is below 257. It cuts a text as gpt2 does, and so has the
+    same ids in transformers.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    end_of_text = END_OF_TEXT_NAMES[0]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if n_vocab <= len(alphabet):
+        raise ValueError(f"--tokenizer train:{n_vocab}: 256 bytes and {end_of_text} are {len(alphabet) + 1} tokens")
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": end_of_text}
+    files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return read_json(Path("tokenizer.json"), files)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -196,8 +235,8 @@ def find_model(*places: Path) -> Path:
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise FileNotFoundError(
-            f"no tokenizer.json or tokenizer.model in {' or in '.join(map(str, places))}. For Llama 3's accept the "
-            "license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
+            f"no tokenizer.json or tokenizer.model in {' or in '.join(map(str, places))}. {how_to_fetch(places[0])}. "
+            "For Llama 3's accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
             f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
         )
     return file

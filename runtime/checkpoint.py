@@ -36,14 +36,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data.files import LFS_ADVICE, is_lfs_pointer, read_json, read_small
+from data.files import LFS_ADVICE, how_to_fetch, is_lfs_pointer, read_json, read_small
 from data.meta import check_meta, is_dict, is_list, is_text, is_whole
 from data.tokenizer import FILES, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
-from runtime.distributed import from_rank_0, group_rank, group_size, local, local_world_size, on_all_ranks
+from runtime.distributed import (
+    from_rank_0,
+    group_rank,
+    group_size,
+    local,
+    local_world_size,
+    on_all_ranks,
+    progress,
+)
 from runtime.hf import ADAPTED, CONTEXT, POSITIONS, STRETCHED, Rows, hf_names, hf_rows, read_config, unwrapped_names
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
@@ -113,7 +121,7 @@ def newest_model(run: Path) -> Path:
     """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one."""
     path = run if is_model(run) else newest(run)
     if path is None:
-        raise ValueError(f"{run} holds no checkpoint: train a model first, or name another folder")
+        raise ValueError(f"{run} holds no checkpoint: train a model first, or name another folder. {how_to_fetch(run)}")
     return path
 
 
@@ -268,7 +276,8 @@ def _tensors_of(path, stem):
             raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
         tensors = {name: in_file[file][name] for name, file in file_of.items()}
     else:
-        raise Damaged(f"{path / whole} is missing: only whole models in .safetensors are read, and convert.py's")
+        only = "only whole models in .safetensors are read, and convert.py's"
+        raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
     return {inner: tensors[name] for inner, name in unwrapped_names(tensors, path).items()}
 
 
@@ -395,7 +404,7 @@ def read_weights(
         verify(folder.path, folder.run, {info.file for info in folder.tensors.values()}, group_rank(), group_size())
 
     def fill_all():
-        for name in parameters:
+        for name in progress(list(parameters), f"reading {folder.path}"):
             if master == "lower_half":
                 weight = merge_halves(read_as(torch.bfloat16, name), read_as(torch.int16, name, master))
             else:

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,27 @@ def say(*args, **kwargs) -> None:
 def print0(*args, **kwargs) -> None:
     if rank == 0:
         say(*args, **kwargs)
+
+
+def progress(items: Sequence, what: str) -> Iterator:
+    """Yield the items. Rank 0 says on stderr how many are done: on a terminal in one line, which changes every second,
+    elsewhere in a line every ten seconds.
+    """
+    updates = sys.stderr.isatty()
+    last_shown = time.monotonic()
+    shown = False
+    try:
+        for i, item in enumerate(items):
+            now = time.monotonic()
+            if rank == 0 and now - last_shown > (1 if updates else 10):
+                text = f"{what}: {i:,} of {len(items):,}"
+                say(f"\r{text}\x1b[K" if updates else text, end="" if updates else "\n", file=sys.stderr)
+                last_shown = now
+                shown = True
+            yield item
+    finally:
+        if shown and updates:
+            say("\r\x1b[K", end="", file=sys.stderr)  # clears the line
 
 
 def leave(code: int) -> NoReturn:

@@ -27,6 +27,7 @@ from data.chat.template import encode_answers
 from data.rows import format_of, read_rows, whole_text
 from data.vocabulary import Tokenizer
 from model import Llama
+from runtime.distributed import progress
 from runtime.generate import begin_document, require_in_vocabulary
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are predicted: never the first
@@ -51,7 +52,7 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
                 f"before the end, but the model's context has {context:,}"
             )
     rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
-    for first in range(0, len(rows), batch_size):
+    for first in progress(range(0, len(rows), batch_size), "scoring, batches"):
         batch = rows[first : first + batch_size]
         longest = max(len(tokens) for tokens, _ in batch)
         # Pad on the right: causal attention never looks there.

@@ -1,0 +1,90 @@
+"""What a user sees while something takes long, and of a name that is no folder of weights yet."""
+
+import io
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from runtime import distributed
+from runtime.distributed import progress
+from tests.runs import run
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds): from now on each look at the clock takes so long."""
+
+    def set_clock(seconds):
+        ticks = itertools.count(0, seconds)
+        monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+
+    return set_clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream, seconds, shown", [
+    (io.StringIO, 4, "reading: 2 of 6\nreading: 5 of 6\n"),
+    (Terminal, 4, "".join(f"\rreading: {i} of 6\x1b[K" for i in range(6)) + "\r\x1b[K"),
+    (io.StringIO, 1, ""), (Terminal, 0.1, ""),
+])  # fmt: skip
+def test_a_terminal_has_one_line_that_is_cleared_and_a_file_a_line_every_ten_seconds(
+    clock, monkeypatch, stream, seconds, shown
+):
+    stderr = stream()
+    monkeypatch.setattr("sys.stderr", stderr)
+    clock(seconds)
+    assert list(progress("abcdef", "reading")) == list("abcdef")
+    assert stderr.getvalue() == shown
+    monkeypatch.setattr(distributed, "rank", 1)
+    assert list(progress("abcdef", "reading")) == list("abcdef")
+    assert stderr.getvalue() == shown, "another rank speaks"
+
+
+def test_reading_weights_evaluating_and_scoring_show_how_far_they_are(train, sample, clock, tmp_path, capsys):
+    train(max_iters=2, eval_interval=2)
+    (checkpoint,) = (tmp_path / "out").glob("step_*")
+    (tmp_path / "a.txt").write_text("a line of text\n" * 200)
+    assert capsys.readouterr().err == ""
+    clock(11)
+    train(init_from=checkpoint, out_dir=tmp_path / "new", max_iters=2, eval_interval=2)
+    shown = capsys.readouterr().err
+    assert f"reading {checkpoint}: 1 of " in shown and "evaluating, batches: 1 of 2" in shown
+    scores, shown = sample(evaluate=tmp_path / "a.txt")
+    assert "perplexity" in scores and "scoring" not in scores and "scoring, batches: 1 of " in shown
+    assert f"reading {checkpoint}: 1 of " in shown
+
+
+SCRIPTS = {
+    "train.py": lambda name: [f"--init_from={name}", "--device=cpu"],
+    "sample.py": lambda name: [f"--out_dir={name}", "--device=cpu"],
+    "convert.py": lambda name: [name, "new"],
+    "data/text/prepare.py": lambda name: ["--input", "README.md", "--out", "new", "--tokenizer", name],
+    "data/chat/prepare.py": lambda name: ["--input", "README.md", "--out", "new", "--tokenizer", name],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_hub_name_a_gguf_file_and_a_folder_without_weights_say_how_to_fetch_them(script, tmp_path):
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/model.gguf").touch()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text("{}")
+    sentences = {
+        "HuggingFaceTB/SmolLM2-135M": "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M",
+        str(tmp_path / "only/model.gguf"): "GGUF files are not read",
+        str(tmp_path / "only"): "GGUF files are not read",
+        str(tmp_path / "bare"): "hf download",
+    }
+    for name, sentence in sentences.items():
+        words = SCRIPTS[script](name)
+        if script == "train.py":
+            words.append(f"--out_dir={tmp_path / 'out'}")
+        done = run(words, script)
+        assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
