@@ -8,20 +8,22 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import transformers
 
 from data.command import run_script
 from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokenizer import tokenizer_of
+from data.tokenizer import get_tokenizer, tokenizer_of, train_tokenizer
 from data.tokens import Tokens
 from data.write import split_of, split_texts, write_lock
-from tests.datasets import contents, documents_of, texts_of
+from tests.datasets import TEXTS, contents, documents_of, texts_of
 from tests.runs import ROOT
 from tests.test_tokenizer import write_llama3_model
 
@@ -140,6 +142,8 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
     (["--workers=two"], "invalid int value: 'two'"),
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
+    (["--tokenizer=train:256"], "256 bytes and <|endoftext|> are 257 tokens"),
+    (["--tokenizer=train:300", "--bos"], "--bos: a tokenizer that is learned"),
     ([], "error: 2 training and 0 validation documents"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
 ])  # fmt: skip
 def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -151,6 +155,70 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         run_script(text.main)
     assert message in f"{stopped.value.code}{capsys.readouterr().err}"
+
+
+ICELANDIC = """\
+Í morgun þegar ég vaknaði var komin þykk þoka yfir fjörðinn og ekkert sást til fjallanna.
+Amma mín sagði að þokan kæmi alltaf á undan góðu veðri, en ég hef aldrei trúað því.
+Við drukkum kaffi í eldhúsinu og biðum eftir því að það birti til.
+Hundurinn lá undir borðinu og hreyfði sig ekki, þó að kötturinn gengi fram hjá honum.
+Um hádegið fór að hvessa og þá hvarf þokan á augabragði.
+Þá sáum við bátana koma inn fjörðinn, einn af öðrum, hlaðna af fiski.
+Bróðir minn hljóp niður á bryggju til þess að hjálpa þeim við löndunina.
+Ég varð eftir heima og las bókina sem ég hafði fengið að láni á bókasafninu.
+Hún fjallar um konu sem gengur þvert yfir landið til að leita að systur sinni.
+Á hverjum bæ sem hún kemur til er henni sögð ný saga um ferðir hennar.
+Sumar sögurnar eru sannar, aðrar eru það ekki, og engin þeirra er eins.
+Þegar kvöldaði kom bróðir minn heim með tvær stórar ýsur í fötu.
+Við suðum þær með kartöflum og smjöri, eins og amma hafði alltaf gert.
+Eftir matinn settumst við út á tröppur og horfðum á sólina setjast í hafið.
+Það var orðið svo hlýtt að við þurftum ekki að fara í peysurnar.
+Amma spurði hvort ég tryði henni núna um þokuna og góða veðrið.
+Ég sagði að þetta hefði bara verið tilviljun, en hún hló að mér.
+Seinna um kvöldið heyrðum við í lóunni uppi í hlíðinni fyrir ofan bæinn.
+Hundurinn reis loksins á fætur og gelti einu sinni út í myrkrið.
+Svo slökktum við ljósin, og þokan kom aftur yfir fjörðinn um nóttina.
+"""
+
+
+def test_a_learned_tokenizer_stays_with_the_data_and_its_checkpoint_opens_in_transformers(train, tmp_path):
+    (tmp_path / "saga.txt").write_text(ICELANDIC * 3)
+    arguments = [tmp_path / "saga.txt"], tmp_path / "data", "train:600"
+    meta = text.prepare(*arguments)
+    learned = tokenizer_of(tmp_path / "data")
+    assert meta["vocab_size"] == learned.n_vocab == 600 and meta == text.prepare(*arguments), "it is not the same again"
+    assert learned.decode(learned.encode(TEXTS[2] + ICELANDIC)) == TEXTS[2] + ICELANDIC, "a byte is lost"
+    assert learned.end_of_text not in learned.encode("<|endoftext|>")
+    train(dataset=tmp_path / "data", max_iters=2, eval_interval=2)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out/step_000002")
+    assert theirs(ICELANDIC).input_ids == learned.encode(ICELANDIC) and theirs.eos_token_id == learned.end_of_text
+    assert tokenizer_of(tmp_path / "out").encode(ICELANDIC) == learned.encode(ICELANDIC)
+
+
+def test_a_tokenizer_learned_on_a_language_needs_fewer_tokens_than_gpt2(tmp_path):
+    try:
+        gpt2 = get_tokenizer("gpt2")
+    except FileNotFoundError:
+        pytest.skip("gpt2 is not on this machine")
+    lines = ICELANDIC.splitlines(keepends=True)
+    learned = train_tokenizer(lines[:16], 700)
+    unseen = "".join(lines[16:])
+    bytes_per_token = [len(unseen.encode()) / len(tokenizer.encode(unseen)) for tokenizer in (learned, gpt2)]
+    assert bytes_per_token[0] > 1.1 * bytes_per_token[1], bytes_per_token
+
+
+def test_a_tokenizer_is_learned_from_the_first_training_documents_of_a_pipe_that_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LEARNED_CHARS", 3000)
+    rows = [json.dumps({"text": f"{i} {word}"}) for word in ("hestur " * 20, "kind " * 20) for i in range(40)]
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("\n".join(rows),))
+    writer.start()
+    text.prepare([tmp_path / "pipe"], tmp_path / "data", "train:400", format="jsonl", val_fraction=0.2)
+    writer.join()
+    learned = tokenizer_of(tmp_path / "data")
+    assert len(learned.encode(" hestur")) == 1 and len(learned.encode(" kind")) > 1, "the end was read, too"
+    n_documents = sum(Tokens(tmp_path / "data", split).meta[f"{split}_documents"] for split in ("train", "val"))
+    assert n_documents == 80, "what the tokenizer was learned from is missing"
 
 
 def test_a_dataset_never_replaces_a_models_tokenizer(tmp_path, stdlib):
