@@ -43,7 +43,7 @@ init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; re
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_first = False  # evaluate before the first step, too
 eval_only = False  # evaluate the weights that the run would start from, then exit
-eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
+eval_iters = 100  # batches per evaluation (of each part of a mix): always the same, spread evenly over the tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
 async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
@@ -51,7 +51,7 @@ profile = False  # write a trace of three steps and a memory snapshot to out_dir
 wandb_log = False  # also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
 
 # data
-dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path
+dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path. a:0.7,b:0.3 mixes two or more
 batch_size = 8  # sequences per micro-batch, on each rank
 block_size = 1024  # tokens per sequence
 gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: must be a multiple of the number of ranks
@@ -258,7 +258,7 @@ saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_la
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
 profiler = start_profiler(out_dir) if profile else None
-n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
+n_eval_blocks = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of a mix
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -273,21 +273,21 @@ def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @torch.no_grad()
 def evaluate() -> float | None:
     """The mean loss over n_eval_blocks validation blocks, always the same ones. None if a signal interrupts it."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and targets; float32 would depend on ranks
-    for first in range(0, n_eval_blocks, batch_size * world_size):
-        if signals.received_anywhere():
-            return None
-        rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
-        chosen = [row % n_eval_blocks * val_data.n_blocks // n_eval_blocks for row in rows]  # spread evenly
-        with bad_data_ends_this_rank():
-            tokens, targets, *doc_starts = to_device(val_data.read(chosen))
-        # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
-        surplus = torch.tensor([row >= n_eval_blocks for row in rows], device=device)
-        targets = targets.masked_fill(surplus[:, None], -100)
-        n_targets = (targets != -100).sum()
-        total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
-    distributed.all_reduce_sum(total)
-    return (total[0] / total[1]).item()
+    totals = torch.zeros(len(n_eval_blocks), 2, dtype=torch.float64, device=device)  # float32 would depend on ranks
+    for part, n_blocks, total in zip(val_data.parts, n_eval_blocks, totals, strict=True):  # total: losses and targets
+        for first in distributed.progress(range(0, n_blocks, batch_size * world_size), "evaluating, batches"):
+            if signals.received_anywhere():
+                return None
+            rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
+            with bad_data_ends_this_rank():
+                tokens, targets, *doc_starts = to_device(part.read_evenly(rows, n_blocks))
+            # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
+            surplus = torch.tensor([row >= n_blocks for row in rows], device=device)
+            targets = targets.masked_fill(surplus[:, None], -100)
+            n_targets = (targets != -100).sum()
+            total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
+    distributed.all_reduce_sum(totals)
+    return log.val_loss(totals)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ val_loss = None
 if eval_only or (eval_first and step == 0):
     phase = "evaluating"
     with log.paused():
-        print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
+        print0(f"step {step:05d} | {log.evaluation(step, evaluate(), sum(n_eval_blocks))}")
 last_step = step if eval_only else max_iters
 batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
 while True:
@@ -310,7 +310,7 @@ while True:
             phase = "evaluating"
             val_loss = None if stopping else evaluate()
             stopping = val_loss is None
-            result = log.evaluation(step, val_loss, n_eval_blocks)
+            result = log.evaluation(step, val_loss, sum(n_eval_blocks))
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == last_step)}")
@@ -342,7 +342,7 @@ if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == last_step and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": start_state["resume_seconds"]}
-    log.summary(val_loss, val_data.tokens, n_eval_blocks * block_size, settings=settings, **seconds)
+    log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings, **seconds)
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()

@@ -9,13 +9,16 @@ depends on (seed, i) alone. So a step's batch is the same for any number of rank
 run needs no loader state.
 
 Conversations are Packed into blocks: each number is a token's id with two mask bits above it; unpack() splits them.
+A Mix reads several datasets, as "books:0.7,code:0.3" names them.
 """
 
 import functools
+import hashlib
 import os
+import re
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.meta import SPLITS
 from data.pystdlib.prepare import HERE as PYSTDLIB
 from data.pystdlib.prepare import prepare_once
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens, check_tokens
@@ -38,12 +42,29 @@ def dataset_folder(dataset: str) -> Path:
     return path if path.exists() and not named.exists() else named
 
 
+def dataset_parts(dataset: str | Path) -> dict[str, float]:
+    """{name: weight} of a mix, "a:0.7,b:0.3". Any other dataset is its own only part: {dataset: 1.0}."""
+    texts = str(dataset).split(",")
+    pieces = [re.fullmatch(r"(.+):(\d{0,9}\.?\d{1,9})", text, re.ASCII) for text in texts]
+    if not any(pieces) or dataset_folder(dataset).exists():  # a path may have colons
+        return {dataset: 1.0}
+    weights = {piece[1]: float(piece[2]) for piece in pieces if piece}
+    if len(weights) < len(texts) or not all(weights.values()):
+        raise ValueError(f"dataset {dataset}: a mix is NAME:WEIGHT,NAME:WEIGHT: each name once, no weight 0")
+    return weights
+
+
 def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None, mask_documents: bool = False):
     """The training and validation blocks of a dataset. OSError or ValueError if it cannot be read.
 
     vocab_size: the model's, at least the dataset's. None: the dataset's. mask_documents: True if attention
     stays within documents; conversations require it.
     """
+    weights = dataset_parts(dataset)
+    if dataset not in weights:
+        parts = [open_dataset(name, block_size, seed, vocab_size, mask_documents) for name in weights]
+        train, val = (Mix(of_split, weights) for of_split in zip(*parts, strict=True))
+        return train, val
     folder = dataset_folder(dataset)
     if folder.resolve() == PYSTDLIB:  # needs nothing but Python. Not any folder of that name: it could hold any code
         prepare_once(folder)
@@ -76,6 +97,7 @@ class Blocks:
     """One split of a dataset, cut into blocks of block_size tokens plus the token after them."""
 
     packing = ""  # for the log: a sentence about Packed blocks
+    parts = property(lambda blocks: [blocks])  # of a Mix: the Blocks of each dataset
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
         self.tokens = tokens
@@ -83,6 +105,8 @@ class Blocks:
         self.block_size = block_size
         self.vocab_size = vocab_size or tokens.meta["vocab_size"]
         self.seed = seed
+        self.shares = {str(tokens.folder): 1.0}
+        self.epoch_order = functools.lru_cache(maxsize=2)(epoch_order)  # a step may read the end of one epoch, too
         self._cut_into_blocks()
 
     def _cut_into_blocks(self) -> None:
@@ -101,8 +125,12 @@ class Blocks:
         """Yield (block indices, shift) of these sequences, one pair per epoch; shift: where its first block starts."""
         epochs, positions = np.divmod(np.arange(first, first + n), self.n_blocks)
         for epoch in np.unique(epochs):
-            order, shift = epoch_order(self.seed, int(epoch), self.n_blocks, self.block_size)
+            order, shift = self.epoch_order(self.seed, int(epoch), self.n_blocks, self.block_size)
             yield order[positions[epochs == epoch]], shift
+
+    def read_evenly(self, rows: Iterable[int], n: int) -> torch.Tensor:
+        """Of n blocks spread evenly over all, those with these numbers (from n on: again the first ones)."""
+        return self.read([row % n * self.n_blocks // n for row in rows])
 
     def unpack(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split blocks into tokens, targets and marks, all (B, T). A document begins where the mark is doc_start."""
@@ -114,7 +142,12 @@ class Blocks:
         A weight is the micro-batch's number of targets over the average micro-batch's. So the mean of weight times
         mean loss is the step's loss per target, however the step is split into micro-batches.
         """
-        return torch.ones(n_micro)  # every token is a target
+        n_targets = self.targets_of(first, n_micro * batch_size).view(n_micro, batch_size).sum(1).double()
+        return (n_targets / n_targets.mean()).float()
+
+    def targets_of(self, first: int, n: int) -> torch.Tensor:
+        """The number of targets (n,) int64 in each of the run's sequences first .. first + n - 1."""
+        return torch.full((n,), self.block_size)  # every token is one
 
 
 class Packed(Blocks):
@@ -181,10 +214,92 @@ class Packed(Blocks):
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
         return tokens[:, :-1], targets, mask[:, :-1] & IS_DOC_START
 
-    def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
-        indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n_micro * batch_size)])
-        n_targets = torch.from_numpy(self.n_targets[indices].reshape(n_micro, batch_size).sum(1)).double()
-        return (n_targets / n_targets.mean()).float()
+    def targets_of(self, first: int, n: int) -> torch.Tensor:
+        indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n)])
+        return torch.from_numpy(self.n_targets[indices])
+
+
+class Mix(Blocks):
+    """One split of several datasets, each with its share of the run's sequences.
+
+    The parts take turns by the fixed schedule of turns(), so sequence i of the run still depends on (seed, i) alone.
+    Each part shuffles its own blocks, as often as its share needs. ValueError if the parts differ in their tokenizer,
+    or if some hold conversations and others text.
+    """
+
+    parts: Sequence[Blocks] = ()
+    SAME = ("tokenizer", "vocab_size", "dtype", "end_of_text", "bos", "eos", "tokenizer_files")
+
+    def __init__(self, parts: Sequence[Blocks], weights: dict[str, float]):
+        self.parts = parts
+        self.millionths = [max(1, round(1e6 * weight / sum(weights.values()))) for weight in weights.values()]
+        self.shares = dict(zip(weights, [share / sum(self.millionths) for share in self.millionths], strict=True))
+        self.block_size = parts[0].block_size
+        self.vocab_size = parts[0].vocab_size
+        self.doc_start = parts[0].doc_start
+        self.tokens = parts[0].tokens
+        self.n_blocks = sum(part.n_blocks for part in parts)
+        self.unpack = parts[0].unpack
+        for name, part in zip(weights, parts, strict=True):
+            if bool(part.tokens.masks) != bool(self.tokens.masks):
+                raise ValueError(f"{name} and {next(iter(weights))}: one holds conversations, one text: mix one kind")
+            for field in self.SAME:
+                if part.meta.get(field) != parts[0].meta.get(field):
+                    advice = "prepare both with the same --tokenizer"
+                    raise ValueError(f"{name} and {next(iter(weights))} differ in {field} (meta.json): {advice}")
+        self.meta = describe_mix([part.meta for part in parts])
+
+    def sequences(self, first: int, n: int) -> torch.Tensor:
+        return self._of_parts(first, n, lambda part, start, count: part.sequences(start, count))
+
+    def targets_of(self, first: int, n: int) -> torch.Tensor:
+        return self._of_parts(first, n, lambda part, start, count: part.targets_of(start, count))
+
+    def _of_parts(self, first: int, n: int, read: Callable[[Blocks, int, int], torch.Tensor]) -> torch.Tensor:
+        """read(part, start, count) of every part, in the order of the run's sequences first .. first + n - 1."""
+        takers, numbers = turns(np.arange(first, first + n), self.millionths)
+        rows = []
+        order = []
+        for i, part in enumerate(self.parts):
+            where = np.flatnonzero(takers == i)
+            if len(where):
+                rows.append(read(part, int(numbers[where[0]]), len(where)))
+                order.append(where)
+        return torch.cat(rows)[np.argsort(np.concatenate(order))]
+
+
+def describe_mix(metas: list[dict]) -> dict:
+    """The meta.json of one dataset with all these in it. A change to any part changes the digests."""
+    meta = {name: metas[0][name] for name in Mix.SAME if name in metas[0]} | {"files": {}}
+    for split in SPLITS:
+        meta["files"][split] = {f"{split}.bin": sum(sum(each["files"][split].values()) for each in metas)}
+        digests = "".join(each.get(f"{split}_sha256", "") for each in metas)
+        meta[f"{split}_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
+        if f"{split}_targets" in metas[0]:
+            meta[f"{split}_targets"] = sum(each[f"{split}_targets"] for each in metas)
+    return meta
+
+
+def turns(i: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which part each of the run's sequences i comes from, and its number among that part's sequences.
+
+    Each part takes its share of those that the parts before it leave: the ones where floor(number * share / left)
+    grows, which is then also how many it has taken before. In whole numbers, so the same on every machine.
+    """
+    takers = np.empty_like(i)
+    numbers = np.empty_like(i)
+    where = np.arange(len(i))  # the sequences that are left, and their numbers among all that are
+    number = i
+    left = sum(shares)
+    for part, share in enumerate(shares):
+        taken = number * share // left
+        takes = (number + 1) * share // left > taken
+        takers[where[takes]] = part
+        numbers[where[takes]] = taken[takes]
+        where = where[~takes]
+        number = (number - taken)[~takes]
+        left -= share
+    return takers, numbers
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
@@ -210,7 +325,6 @@ def pack(lengths: list[int], room: int) -> list[list[int]]:
     return blocks
 
 
-@functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_blocks: int, block_size: int) -> tuple[np.ndarray, int]:
     """A shuffle of all blocks, and where the first block starts: each epoch cuts the text at different places."""
     rng = np.random.default_rng((seed, epoch))

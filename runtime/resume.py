@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from data.loader import dataset_folder
+from data.files import how_to_fetch
+from data.loader import dataset_folder, dataset_parts
 from data.tokenizer import (
     dataset_files,
     files_for_others,
@@ -114,7 +115,7 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     start = path if is_model(path) else newest_for_all_ranks(path)
     if start is None:
         expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-        stop(f"{path} holds no weights: init_from is {expected}. To fetch one: hf download NAME --local-dir FOLDER")
+        stop(f"{path} holds no weights: init_from is {expected}. {how_to_fetch(path)}")
     return start
 
 
@@ -362,7 +363,7 @@ def _hf_files_of(folder, base, config, run_info):
     """hf_files(), and for a run that trains adapters the files that describe the adapters and their base."""
     settings = run_info["settings"]
     dataset = run_info["dataset"]
-    data = dataset_folder(settings["dataset"])
+    data = dataset_folder(next(iter(dataset_parts(settings["dataset"]))))  # all parts of a mix have its tokenizer
     files = hf_files(folder, config, dataset["tokenizer"], run_info["dtype"], dataset, data)
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])

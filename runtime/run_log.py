@@ -18,7 +18,6 @@ import torch
 
 from data.files import atomic_write, display_path, open_to_write, read_small, write_json
 from data.loader import Blocks
-from data.tokens import Tokens
 from model import Llama
 from runtime import memory_stats
 from runtime.device import peak_flops, send_to_cpu
@@ -99,6 +98,7 @@ class RunLog:
         self.file = None
         self.wandb = None
         self.model_facts = {}  # of header(), for the summary
+        self.val_losses = {}  # of the last evaluation: of each part of a mix
         self.line_began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
@@ -121,12 +121,14 @@ class RunLog:
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
         steps = self.max_iters
-        times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
-        print0(
-            f"data      {data.tokens.folder}: {len(data.tokens):,} tokens; {steps:,} steps read them {times:.2f} times"
-        )
-        if data.packing:
-            print0(f"          {data.packing}")
+        self.shares = data.shares
+        for part, (name, share) in zip(data.parts, data.shares.items(), strict=True):
+            times = share * self.tokens_per_step * steps / (part.n_blocks * config.block_size)
+            of_the_mix = f" {share:.1%} of the sequences;" if share < 1 else ""
+            n_tokens = f"{len(part.tokens):,} tokens;"
+            print0(f"data      {name}: {n_tokens}{of_the_mix} {steps:,} steps read them {times:.2f} times")
+            if part.packing:
+                print0(f"          {part.packing}")
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
@@ -268,17 +270,27 @@ class RunLog:
             f"| eta {eta // 3600}h{eta % 3600 // 60:02d}m{eta % 60:02d}s"
         )
 
+    def val_loss(self, totals: torch.Tensor) -> float:
+        """The validation loss, of totals (parts, 2): each part's summed loss and its targets. Of a mix it is the parts'
+        mean by share; evaluation() then also names each part's.
+        """
+        losses = (totals[:, 0] / totals[:, 1]).tolist()
+        self.val_losses = dict(zip(self.shares, losses, strict=True))
+        return sum(share * loss for share, loss in zip(self.shares.values(), losses, strict=True))
+
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
         """Record the result of an evaluation, None if it was interrupted. Returns the text to print."""
         if val_loss is None:
             return "interrupted"
-        self.record({"step": step, "val_loss": val_loss})
+        of_parts = self.val_losses if len(self.val_losses) > 1 else {}
+        self.record({"step": step, "val_loss": val_loss} | ({"val_losses": of_parts} if of_parts else {}))
         if self.file:  # on rank 0; eval_only writes nothing
             self.draw()
-        return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
+        named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
+        return f"val loss {val_loss:.4f}{named} ({n_blocks} blocks)"
 
-    def summary(self, val_loss: float, val_tokens: Tokens, n_evaluated: int, **more) -> None:
-        """Print the run's result and write summary.json. n_evaluated: how many of val_tokens are in val_loss."""
+    def summary(self, val_loss: float, val_data: Blocks, n_evaluated: int, **more) -> None:
+        """Print the run's result and write summary.json. n_evaluated: how many validation tokens are in val_loss."""
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
@@ -307,9 +319,9 @@ class RunLog:
             "tok_per_s": tok_per_s,
             "mfu": self.mfu(tok_per_s),
         }
-        meta = val_tokens.meta
-        if "xz_bits_per_byte" in meta and n_evaluated > 0.99 * len(val_tokens):  # of the bytes that xz read
-            result["bits_per_byte"] = val_loss / math.log(2) * len(val_tokens) / meta["val_bytes"]
+        meta = val_data.meta
+        if "xz_bits_per_byte" in meta and n_evaluated > 0.99 * len(val_data.tokens):  # of the bytes that xz read
+            result["bits_per_byte"] = val_loss / math.log(2) * len(val_data.tokens) / meta["val_bytes"]
             result["xz_bits_per_byte"] = meta["xz_bits_per_byte"]
             print0(
                 f"validation: {result['bits_per_byte']:.3f} bits per byte; xz -9 needs {meta['xz_bits_per_byte']:.3f} "

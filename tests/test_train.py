@@ -122,7 +122,7 @@ def test_a_cuda_graph_and_activations_on_the_cpu_change_no_loss(train, tmp_path,
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_documents, masked):
     run = train(dataset=short_documents, n_embd=64, mask_documents=masked)
-    n = run["n_eval_blocks"]
+    (n,) = run["n_eval_blocks"]
     n_all = run["val_data"].n_blocks
     assert n_all > 4 * n
     blocks = run["val_data"].read(np.arange(n) * n_all // n)
