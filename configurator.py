@@ -158,9 +158,18 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
         elif argument.startswith("-"):
             raise unknown(name or argument, settings)
         else:
-            values.update(read_file(argument, settings, script))
-    values.update(flags)
+            add(values, read_file(argument, settings, script), settings, f"{argument}: ")
+    add(values, flags, settings)
     return wants_help
+
+
+def add(values: dict, new: dict, settings: dict, where: str = "") -> None:
+    """Add what one file names, or all flags. Of max_iters and epochs the one that is named later counts."""
+    if "epochs" in settings and new.get("max_iters") is not None:
+        if new.get("epochs") is not None:
+            raise SettingError(f"{where}max_iters and epochs exclude each other: name one of them")
+        new = new | {"epochs": None}
+    values.update(new)
 
 
 def read_file(path: str, settings: dict, script: str) -> dict:

@@ -21,31 +21,33 @@ from data.loader import open_dataset, read_ahead
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
-from optimizers import OnCPU, OnDevice, OnDisk, Optimizer, rule_of
-from optimizers.state_file import open_state_file
+from optimizers import Optimizer, rule_of
 from runtime import distributed
-from runtime.check_settings import check_settings
+from runtime.check_settings import check_schedule, check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
-from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device, start_profiler
+from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
 from runtime.memory import RunShape
-from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
+from runtime.memory_advice import cpu_bytes_to_come, out_of_memory_message, require_memory
+from runtime.place import pick_place
 from runtime.resume import check_start, claim, find_start, model_settings, restore
 from runtime.run_log import RunLog
+from runtime.sampler import Sampler
 from runtime.save import Saver
 from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
-from runtime.stream_weights import StreamedWeights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or a folder of weights
-eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
+eval_interval = 1000  # steps between evaluations, with epochs at most one epoch; each is followed by a checkpoint
 eval_first = False  # evaluate before the first step, too
 eval_only = False  # evaluate the weights that the run would start from, then exit
 eval_iters = 100  # batches per evaluation (of each part of a mix): always the same, spread evenly over the tokens
+sample_prompt: str | None = None  # print how the model continues or, for chats, answers this after each evaluation
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
+keep_best = False  # keep the checkpoint of the lowest validation loss, too
 async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
 wandb_log = False  # also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
@@ -76,6 +78,7 @@ optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # updates 2-
 galore_rank = 128  # galore: columns of the projected gradients
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
+epochs: int | None = None  # passes over the training data, instead of max_iters: the one that is named later counts
 warmup_iters = 100  # steps of linear warm-up
 lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr over the last cooldown_iters
 lr_decay_iters: int | None = None  # step at which the cosine ends; none: max_iters
@@ -144,6 +147,11 @@ copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].ge
 phase = "opening the dataset"
 with stop_on_error():  # an OSError or ValueError ends the run with its message
     train_data, val_data = on_all_ranks(lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents))
+if epochs:
+    max_iters = math.ceil(epochs * train_data.n_blocks / sequences_per_step)
+    eval_interval = min(eval_interval, math.ceil(train_data.n_blocks / sequences_per_step))
+    settings |= {"max_iters": max_iters, "eval_interval": eval_interval}
+    check_schedule(settings)
 distributed.require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 
 
@@ -204,13 +212,7 @@ model.init_weights(seed, device)
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
-    streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
-    if offload == "none":
-        place = OnDevice()
-    elif offload_dir:
-        place = OnDisk(open_state_file(offload_dir, disk_bytes(config, run_shape)), streamed)
-    else:
-        place = OnCPU(streamed)
+    place = pick_place(model, run_shape, device)
     optimizer = on_all_ranks(lambda: Optimizer(model, run_shape.rule, place, grad_clip, scales_loss=dtype == "float16"))
 
 
@@ -245,7 +247,7 @@ def learning_rate_at(step: int) -> float:
 # Start: from scratch, from published weights, or from the newest checkpoint
 phase = "starting"
 log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_size, max_iters=max_iters,
-             flops_per_token=model.flops_per_token(block_size), log_interval=log_interval)  # fmt: skip
+             flops_per_token=model.flops_per_token(block_size), log_interval=log_interval, profile=profile)  # fmt: skip
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
@@ -253,11 +255,11 @@ settings["init_from"] = start_state["init_from"]  # what was read, not what a re
 first_step = start_state["step"]
 # Sequences read before this run's batch size took effect, less those that its steps so far would have read.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
-saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, async_save=async_save,
-              timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
+sampler = Sampler(sample_prompt, train_data, hf_files)
+saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
+              async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
-profiler = start_profiler(out_dir) if profile else None
 n_eval_blocks = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of a mix
 
 
@@ -301,6 +303,7 @@ if eval_only or (eval_first and step == 0):
     phase = "evaluating"
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), sum(n_eval_blocks))}")
+        sampler.show(model)
 last_step = step if eval_only else max_iters
 batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
 while True:
@@ -314,6 +317,8 @@ while True:
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == last_step)}")
+            if not stopping:
+                sampler.show(model)
     if stopping or step == last_step:
         break
     phase = "training"
@@ -329,21 +334,17 @@ while True:
     grad_norm = update()
     step += 1
     log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
-    if profiler:
-        profiler.step()
     saver.report(step)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The end
 phase = "ending"
-if profiler:
-    profiler.stop()
 if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == last_step and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": start_state["resume_seconds"]}
     log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings, **seconds)
     if keep_last and not saver.error:
-        log.next_command(chat=bool(train_data.tokens.masks))
+        log.next_command(chat=bool(train_data.tokens.masks), best=saver.best)
 log.close()
 distributed.end_together(1 if saver.error else signals.exit_code)  # 1: the last checkpoint was not written

@@ -7,9 +7,9 @@ from optimizers.rules import rule_of
 from runtime.distributed import stop
 
 AT_LEAST = {
-    1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-        "eval_iters", "log_interval", "timeout", "galore_rank", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim",
-        "vocab_size"),
+    1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs", "lr_decay_iters",
+        "eval_interval", "eval_iters", "log_interval", "timeout", "galore_rank", "n_layer", "n_head", "n_kv_head",
+        "n_embd", "ffn_dim", "vocab_size"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
         "lora_rank", "lora_alpha"),
 }  # fmt: skip
@@ -21,6 +21,13 @@ def check_settings(settings: Mapping, world_size: int) -> None:
         stop(problem)
 
 
+def check_schedule(settings: Mapping) -> None:
+    """For a run of epochs, whose max_iters is known once the data is open."""
+    problem = schedule_problem(SimpleNamespace(**settings))
+    if problem:
+        stop(problem)
+
+
 def find_problem(settings: Mapping, world_size: int) -> str | None:
     """Return a sentence that says why train.py cannot run these settings on world_size ranks; None if it can."""
     for least, names in AT_LEAST.items():
@@ -28,7 +35,8 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             if settings[name] is not None and settings[name] < least:
                 return f"{name} is {settings[name]}: it must be at least {least}"
     s = SimpleNamespace(**settings)
-    return schedule_problem(s) or optimizer_problem(s) or lora_problem(s) or system_problem(s, world_size)
+    schedule = None if s.epochs else schedule_problem(s)
+    return schedule or optimizer_problem(s) or lora_problem(s) or system_problem(s, world_size)
 
 
 def schedule_problem(s: SimpleNamespace) -> str | None:
@@ -92,6 +100,8 @@ def system_problem(s: SimpleNamespace, world_size: int) -> str | None:
         return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"
     if s.mask_documents and s.attention == "sdpa":
         return "mask_documents works with attention auto or triton: PyTorch's does not support it"
+    if s.sample_prompt is not None and (world_size > 1 or s.compile or s.fp8):
+        return "sample_prompt works in one process without compile and fp8: sample.py reads each checkpoint, instead"
     head_dim = s.n_embd / s.n_head
     if s.mask_documents and head_dim not in (16, 32, 64, 128):  # kernels/flash_attention.py's
         return f"mask_documents works with heads of size 16, 32, 64 or 128, not {head_dim:g}"

@@ -70,13 +70,15 @@ def generate(
     prompts: list[list[int]],
     max_new_tokens: int,
     eos: Collection[int] = (),
+    cuda_graph: bool = True,
     **sampling,
 ) -> Iterator[list[int | None]]:
     """Continue each prompt by at most max_new_tokens, yielding at each step a list with the next token of each row.
 
     A row ends before a token of eos and yields None from then on; generation stops when all rows have ended. sampling:
     sample()'s temperature, top_k, top_p, min_p and generator. Past block_size the older half of a row is dropped and
-    the rest read again. ValueError, from the first next(), for an empty prompt and for numbers out of range.
+    the rest read again. cuda_graph: on a GPU, one per token. ValueError, from the first next(), for an empty prompt and
+    for numbers out of range.
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
@@ -89,7 +91,7 @@ def generate(
     caches = new_caches(model, len(texts), n_positions)
     step = partial(decode_step, model, caches)
     # A step is about 200 kernels of a few microseconds: launching them takes longer than running them.
-    if on_gpu and model.how.kernels != "none":
+    if cuda_graph and on_gpu and model.how.kernels != "none":
         step = CUDAGraph(step)
     pending = deque()  # drawn tokens on their way to the CPU. A GPU has the next step queued before the CPU sees them
 

@@ -20,7 +20,7 @@ from data.files import atomic_write, display_path, open_to_write, read_small, wr
 from data.loader import Blocks
 from model import Llama
 from runtime import memory_stats
-from runtime.device import peak_flops, send_to_cpu
+from runtime.device import peak_flops, send_to_cpu, start_profiler
 from runtime.distributed import (
     all_reduce_max,
     all_reduce_sum,
@@ -64,7 +64,7 @@ def percent(share: float | None) -> str:
 
 
 class RunLog:
-    """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
+    """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval, profile)
     log.open(first_step, on_not_finite)         # starts the clock and metrics.jsonl
     log.step(step, lr, loss=..., grad_norm=...) # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # measures the time that reading data takes
@@ -75,7 +75,7 @@ class RunLog:
 
     def __init__(
         self, out_dir: str, device: str, dtype: str, tokens_per_step: int, flops_per_token: float, max_iters: int = 0,
-        log_interval: int = 1,
+        log_interval: int = 1, profile: bool = False,
     ):  # fmt: skip
         self.out_dir = Path(out_dir)
         self.device = device
@@ -83,6 +83,8 @@ class RunLog:
         self.flops_per_token = flops_per_token
         self.max_iters = max_iters
         self.log_interval = log_interval
+        self.profile = profile
+        self.profiler = None
         on_gpu = device != "cpu"
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
@@ -129,6 +131,14 @@ class RunLog:
             print0(f"data      {name}: {n_tokens}{of_the_mix} {steps:,} steps read them {times:.2f} times")
             if part.packing:
                 print0(f"          {part.packing}")
+            if times > 10:
+                print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
+        n_sequences = self.tokens_per_step // config.block_size  # of a step
+        if n_sequences > data.n_blocks:
+            print0(
+                f"          a step reads {n_sequences:,} sequences, but there are only {data.n_blocks:,}: lower "
+                "--batch_size or --gradient_accumulation_steps"
+            )
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
@@ -144,6 +154,7 @@ class RunLog:
         """
         self.first_step = first_step
         self.on_not_finite = on_not_finite
+        self.profiler = start_profiler(self.out_dir) if self.profile else None
         self.line_began = perf_counter()
         if rank:
             return
@@ -219,6 +230,8 @@ class RunLog:
         written during the next step, or before an evaluation: so the GPU has work while the CPU waits and writes. All
         ranks must call it.
         """
+        if self.profiler:
+            self.profiler.step()
         self._finish_line()
         self.steps_since_line += 1
         for name, number in numbers.items():
@@ -279,12 +292,12 @@ class RunLog:
         return sum(share * loss for share, loss in zip(self.shares.values(), losses, strict=True))
 
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
-        """Record the result of an evaluation, None if it was interrupted. Returns the text to print."""
+        """Record the result of an evaluation, None if it was interrupted, and draw it. Returns the text to print."""
         if val_loss is None:
             return "interrupted"
         of_parts = self.val_losses if len(self.val_losses) > 1 else {}
         self.record({"step": step, "val_loss": val_loss} | ({"val_losses": of_parts} if of_parts else {}))
-        if self.file:  # on rank 0; eval_only writes nothing
+        if self.file and step:  # on rank 0; eval_only writes nothing
             self.draw()
         named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
         return f"val loss {val_loss:.4f}{named} ({n_blocks} blocks)"
@@ -329,16 +342,23 @@ class RunLog:
             )
         write_json(self.out_dir / "summary.json", result)
 
-    def next_command(self, chat: bool) -> None:
-        command = ["python", display_path(ROOT / "sample.py"), f"--out_dir={self.out_dir}"]
+    def next_command(self, chat: bool, best: Path | None = None) -> None:
+        """Print how to sample from the best checkpoint; None: from the newest."""
+        command = ["python", display_path(ROOT / "sample.py"), f"--out_dir={best or self.out_dir}"]
         print0(f"next: {shlex.join([*command, '--chat'] if chat else command)}")
 
     def draw(self) -> None:
-        """Draw loss.png, if matplotlib is installed and the run has trained."""
-        with contextlib.suppress(ImportError, OSError, ValueError):  # no matplotlib, a full disk, no losses yet
+        """Draw loss.png, if matplotlib is installed. A failure does not end the run."""
+        try:
             draw_losses({self.out_dir.name: [read_losses(self.out_dir)]}, self.out_dir / "loss.png")
+        except ImportError:  # there is no matplotlib
+            pass
+        except Exception as error:  # of many kinds: a full disk, matplotlib's own
+            print0(f"loss.png is not drawn: {error}")
 
     def close(self) -> None:
+        if self.profiler:
+            self.profiler.stop()
         if self.file:
             self.file.close()
         if self.wandb:

@@ -9,6 +9,7 @@ A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, read_run
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -60,7 +61,7 @@ DTYPE_NAMES = {
 class Saver:
     """Writes checkpoints in the background, while training continues.
 
-        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, async_save)
+        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, keep_best, async_save)
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
@@ -68,8 +69,9 @@ class Saver:
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
     then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
-    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. hf_files: the folder's
-    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
+    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. keep_best: keep the
+    checkpoint of the lowest validation loss, too; `best` is its path. hf_files: the folder's other files,
+    {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
     that a rank waits for the others to write one file.
     """
 
@@ -81,6 +83,7 @@ class Saver:
         config: LlamaConfig,
         hf_files: dict[str, bytes],
         keep_last: int,
+        keep_best: bool = False,
         async_save: bool = True,
         reserved: float = 0,
         timeout: float = 600.0,
@@ -91,6 +94,8 @@ class Saver:
         self.config = config
         self.hf_files = hf_files
         self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.best: Path | None = None
         self.seconds = 0.0  # that the main thread has waited
         self.error: str | None = None  # why the last checkpoint was not written
         # A separate group: the writing thread's collectives must not mix with the main thread's.
@@ -161,9 +166,9 @@ class Saver:
         """Wait until the checkpoint is written; return a message saying so, or why not. The same on every rank."""
         start = time.perf_counter()
         try:
-            path = self.future.result()
+            path, self.best = self.future.result()
             self.error = None
-            return f"saved {path}"
+            return f"saved {path}" + (", the best so far" if path == self.best else "")
         except (OSError, ValueError) as error:
             self.error = str(error)
             return f"NOT SAVED: {error}. The newest checkpoint: {newest(self.out_dir) or 'none'}"
@@ -171,8 +176,8 @@ class Saver:
             self.future = None
             self.seconds += time.perf_counter() - start
 
-    def _write(self, tensors, copied, step, run) -> Path:
-        """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last checkpoints."""
+    def _write(self, tensors, copied, step, run) -> tuple[Path, Path | None]:
+        """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last and the best one."""
         path = self.out_dir / f"step_{step:06d}"
         partial = path.with_name(path.name + ".partial")
         if copied is not None:
@@ -186,8 +191,7 @@ class Saver:
         except (OSError, ValueError):
             from_rank_0(lambda: remove_partial(self.out_dir), self.group)
             raise
-        from_rank_0(lambda: remove_all_but(self.out_dir, self.keep_last), self.group)
-        return path
+        return path, from_rank_0(lambda: remove_old(self.out_dir, self.keep_last, self.keep_best), self.group)
 
     def _keep_lock(self):
         """Lock out_dir again if it has been deleted. OSError if another run has begun there since."""
@@ -416,9 +420,24 @@ def remove_partial(out_dir: Path) -> None:
         delete(path)
 
 
-def remove_all_but(out_dir: Path, keep_last: int) -> None:
+def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:
+    """Delete all but the newest keep_last checkpoints, and with keep_best the best one, which is returned."""
+    best = best_of(checkpoints(out_dir)) if keep_best else None
     for old in checkpoints(out_dir)[:-keep_last]:
-        remove(old)
+        if old != best:
+            remove(old)
+    return best
+
+
+def best_of(paths: list[Path]) -> Path | None:
+    """The checkpoint of the lowest validation loss, by its run.json. None if there is no loss."""
+    losses = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # damaged
+            run = read_run(path) or {}
+            if run.get("val_loss") is not None:  # None: a signal interrupted the evaluation
+                losses[path] = run["val_loss"]
+    return min(losses, key=losses.get, default=None)
 
 
 def mark_damaged(path: Path) -> None:

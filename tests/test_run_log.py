@@ -124,6 +124,25 @@ def test_the_version_is_that_of_nanocrias_own_repository_or_unknown(tmp_path, mo
 
 
 DRAW = run_log.RunLog.draw  # the fixture train replaces it
+
+
+def test_the_losses_are_drawn_at_each_evaluation_and_a_failure_ends_no_run(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_log.RunLog, "draw", DRAW)
+    drawn = []
+
+    def draw(runs, path):
+        ((losses,),) = runs.values()
+        drawn.append((len(losses.train), len(losses.val), path))
+        if len(drawn) == 2:
+            raise RuntimeError("no font")
+
+    monkeypatch.setattr(run_log, "draw_losses", draw)
+    train(max_iters=24, eval_interval=6, eval_first=True)
+    path = tmp_path / "out/loss.png"
+    assert drawn == [(6, 2, path), (12, 3, path), (18, 4, path), (24, 5, path)]
+    assert capsys.readouterr().out.count("loss.png is not drawn: no font") == 1
+
+
 LINKS = (
     "metrics.jsonl", "metrics.jsonl.partial", "metrics.jsonl.old", "summary.json", "summary.json.partial", "loss.png",
     "loss.png.partial", "step_000004.partial", "step_000008.partial", "wandb_id", "profile",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configurator import preview
+from configurator import SettingError, preview
 from runtime.check_settings import find_problem
 from runtime.checkpoint import read_run
 from tests.runs import ROOT, SMALL, edit_run, error_of, flags
@@ -31,6 +31,9 @@ REFUSED = [  # flags; what the sentence names
     ("--lora_rank=4 --quantize_base=nf4 --offload=all", "--offload=optimizer"),
     ("--lora_rank=4 --fp8=true --copy_engines=true", "copy_engines"),
     ("--cuda_graph=true --offload=all", "--cuda_graph=false"),
+    ("--epochs=0", "epochs is 0: it must be at least 1"),
+    ("--sample_prompt=a --compile=true", "sample_prompt"),
+    ("--sample_prompt=a --fp8=true", "sample_prompt"),
 ]
 
 
@@ -44,6 +47,33 @@ def test_micro_batches_must_divide_among_the_ranks():
     settings = preview(ROOT / "train.py", [*flags(SMALL), "--gradient_accumulation_steps=5"])
     assert "--gradient_accumulation_steps=4" in find_problem(settings, world_size=4)
     assert find_problem(settings, world_size=5) is None
+
+
+def test_a_sample_needs_a_single_rank():
+    settings = preview(ROOT / "train.py", [*flags(SMALL), "--sample_prompt=a", "--gradient_accumulation_steps=2"])
+    assert find_problem(settings, world_size=1) is None
+    assert "sample.py" in find_problem(settings, world_size=2)
+
+
+@pytest.mark.parametrize("config, words, epochs", [
+    ("epochs = 3", "", 3),
+    ("epochs = 3", "--epochs=2", 2),
+    ("epochs = 3", "--max_iters=500", None),
+    ("max_iters = 500", "--epochs=3", 3),
+    ("max_iters = 500", "", None),
+    ("epochs = None\nmax_iters = 500", "", None),
+    ("", "--max_iters=500 --epochs=none", None),
+])  # fmt: skip
+def test_of_max_iters_and_epochs_the_one_that_is_named_later_counts(tmp_path, config, words, epochs):
+    (tmp_path / "mine.py").write_text(config)
+    assert preview(ROOT / "train.py", [str(tmp_path / "mine.py"), *words.split()])["epochs"] == epochs
+
+
+@pytest.mark.parametrize("config, words", [("", "--epochs=3 --max_iters=500"), ("epochs = 3\nmax_iters = 500", "")])
+def test_max_iters_and_epochs_in_one_place_get_a_sentence(tmp_path, config, words):
+    (tmp_path / "mine.py").write_text(config)
+    with pytest.raises(SettingError, match="max_iters and epochs exclude each other"):
+        preview(ROOT / "train.py", [str(tmp_path / "mine.py"), *words.split()])
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
