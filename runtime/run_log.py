@@ -235,7 +235,7 @@ class RunLog:
         self._finish_line()
         self.steps_since_line += 1
         for name, number in numbers.items():
-            number = number.detach().to(self.device, torch.float32)
+            number = number.detach().to(self.device, torch.float32, copy=True)  # a CUDA graph overwrites its results
             self.sums[name] = number if name not in self.sums else self.sums[name] + number
         if step % self.log_interval and step not in (self.first_step + 1, self.max_iters):
             return

@@ -91,6 +91,16 @@ def test_logged_speeds_are_computed_from_the_seconds(tmp_path, monkeypatch, caps
     log.close()
 
 
+def test_a_logged_number_is_the_mean_over_the_steps_also_if_each_overwrites_it_as_a_cuda_graph_does(tmp_path):
+    log = run_log.RunLog(tmp_path, "cpu", "float32", 1, flops_per_token=1, max_iters=9, log_interval=4)
+    log.open(4, None)
+    number = torch.zeros(())
+    for step, value in enumerate((1.0, 2.0, 3.0, 7.0), start=5):
+        log.step(step, 1e-3, loss=torch.ones(()), grad_norm=number.fill_(value))
+    log.close()
+    assert [line["grad_norm"] for line in metrics(tmp_path)] == [1.0, 4.0]
+
+
 def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     train(max_iters=12, profile=True)
     (trace,) = (tmp_path / "out/profile").glob("rank0.*.pt.trace.json")
