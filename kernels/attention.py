@@ -1,10 +1,10 @@
-"""Causal attention: kernels/flash_attention_hopper.py, kernels/flash_attention.py or PyTorch's, the fastest that fits.
+"""Causal attention: kernels/flash_attention.py or PyTorch's, whichever is faster.
 
     y = softmax(q kᵀ / sqrt(D)) v        row t of q sees rows 0 .. t of k and v; with document starts, from there on
 
-On Hopper, for heads of 64 and 128 in 2-byte numbers, our forward is faster than cuDNN's; its backward is ours or
-cuDNN's (`python bench.py kernels` times both). PyTorch's own choice would be flash attention; on Hopper and later cuDNN
-is about 1.5 times as fast.
+On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
+its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
+times both). PyTorch's own choice would be flash attention; on Hopper and later cuDNN is about 1.5 times as fast.
 """
 
 import torch
@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from .flash_attention import HEAD_SIZES, flash_attention
-from .flash_attention_hopper import flash_attention_hopper, hopper_supports
 
 BACKENDS = ("auto", "triton", "sdpa")
+TRITON_TOKENS = 4096
 
 
 def check_backend(backend: str, head_dim: int) -> None:
@@ -24,6 +24,19 @@ def check_backend(backend: str, head_dim: int) -> None:
         raise ValueError(f"attention {backend!r}: must be auto, sdpa or triton")
     if backend == "triton" and head_dim not in HEAD_SIZES:
         raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {head_dim}")
+
+
+def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
+    """True if our kernel is the better choice on Hopper."""
+    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
+
+
+def picks_triton(q: torch.Tensor, backend: str) -> bool:
+    """True if this backend computes queries q (B, T, H, D) by our kernel."""
+    if backend != "auto":
+        return backend == "triton"
+    suits = q.is_cuda and triton_suits(q.shape[3], q.shape[1], q.dtype)
+    return suits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def pytorch_attention(q, k, v):
@@ -53,12 +66,9 @@ def attention(
     """Causal softmax(q kᵀ / sqrt(D)) v: (B, T, H, D).
 
     q (B, T, H, D), k and v (B, S, K, D) of any strides; the T queries are the last T of the S positions. doc_starts
-    (B, T): the first position that each token sees; PyTorch's attention does not support it, so our kernels compute
+    (B, T): the first position that each token sees; PyTorch's attention does not support it, so our kernel computes
     it, whatever the backend. backend: 'auto', 'triton' (T = S only) or 'sdpa', PyTorch's.
     """
-    whole = q.shape[1] == k.shape[1]
-    if whole and backend == "auto" and hopper_supports(q):
-        return flash_attention_hopper(q, k, v, doc_starts)
-    if doc_starts is not None or (whole and backend == "triton"):
+    if doc_starts is not None or (q.shape[1] == k.shape[1] and picks_triton(q, backend)):
         return flash_attention(q, k, v, doc_starts)
     return pytorch_attention(q, k, v)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from kernels import use_fp8
-from kernels.flash_attention_hopper import triton_suits
+from kernels.attention import triton_suits
 from kernels.linear import packed_rows
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
@@ -181,7 +181,7 @@ def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> 
 
 
 def runs_triton(c: LlamaConfig, run: RunShape) -> bool:
-    """True if attention's backward is our kernel, False if it is PyTorch's."""
+    """True if attention runs our kernel, False if PyTorch's."""
     suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
     return suits or run.attention == "triton" or run.mask_documents
 

@@ -370,7 +370,7 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
 
 @needs_gpu
 @pytest.mark.parametrize("attention, operator", [
-    ("sdpa", "_scaled_dot_product_cudnn_attention"), ("triton", "flash_attention"), ("auto", "flash_attention_hopper"),
+    ("sdpa", "_scaled_dot_product_cudnn_attention"), ("triton", "flash_attention"), ("auto", "flash_attention"),
 ])  # fmt: skip
 def test_hopper_runs_the_attention_asked_for(attention, operator):
     if torch.cuda.get_device_capability()[0] != 9:
