@@ -27,6 +27,14 @@ def root_and_seed(monkeypatch):
     torch.set_num_threads(1)  # train.py may have raised it; on small models several threads only wait for each other
 
 
+@pytest.fixture
+def published_model():
+    """Skips the test, with a sentence, if model.py computes something else than the published Llama 3."""
+    from tests.published import require_published_model  # here: it imports transformers
+
+    require_published_model()
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """Restore the signal handlers after each test."""

@@ -442,6 +442,7 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
         load_model(str(tmp_path))
 
 
+@pytest.mark.usefixtures("published_model")
 def test_transformers_reads_a_checkpoint_unchanged(train, tmp_path):
     for dtype in ("float32", "bfloat16"):
         train(dtype=dtype, out_dir=tmp_path / dtype, max_iters=4)

@@ -73,6 +73,7 @@ def test_every_rank_takes_its_part_of_their_weights(train_on_ranks, tmp_path, ch
     assert_same_model(tmp_path / "out/step_000001", folder)
 
 
+@pytest.mark.usefixtures("published_model")
 def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, monkeypatch, convert_to_hf):
     train(**TIED)
     for n_files, file_bytes in ((1, 5e9), (4, 30_000)):
@@ -169,6 +170,7 @@ def assert_metas_logits(model, weights, factor):
     assert (getattr(found, "logits", found) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize(
     "tied, scaled, factor", [(True, True, 32.0), (False, True, 8.0), (False, False, None), (True, None, None)]
 )
@@ -197,6 +199,7 @@ META_ERRORS = {  # message: changes of params.json, and tensors of other shapes
 }
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("sentence", META_ERRORS)
 def test_metas_files_of_another_model_are_refused(meta_folder, convert_to_hf, tmp_path, sentence):
     params, shapes = META_ERRORS[sentence]
@@ -222,6 +225,7 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
             convert_to_hf(source)
 
 
+@pytest.mark.usefixtures("published_model")
 def test_convert_rounds_once_to_the_requested_dtype(alone, convert_to_hf):
     folder = convert_to_hf(alone)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -325,6 +329,7 @@ FIELDS = {  # of each file
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("file", FIELDS)
 def test_no_value_of_a_foreign_file_ends_in_a_traceback(file, tmp_path):
     publish_chat_model(tmp_path / "hf")
@@ -466,6 +471,7 @@ class WithPositions(model_module.Llama):
         return super().forward(*args, **options) + self.positions.weight.square().mean()
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("change", ["activation", "computation", "weights"])
 def test_others_refuse_a_changed_model_and_nanocria_reads_it(
     change, train, sample, convert_to_hf, tmp_path, monkeypatch
@@ -494,6 +500,7 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
         load_model(step)
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("name", ["mlp.up_proj.weight", "self_attn.q_proj.bias"])
 def test_a_name_of_ones_own_that_is_another_s_in_hugging_face_s_llama_is_refused(name, train, capsys, monkeypatch):
     for module in ("hf", "resume"):
@@ -566,6 +573,7 @@ def test_a_run_keeps_the_settings_of_the_folder_it_started_from(train, tmp_path,
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
 
 
+@pytest.mark.usefixtures("published_model")
 def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from(train, tmp_path, capsys, theirs):
     edit_config(theirs, max_position_embeddings=36)
     train(**TIED, init_from=theirs, block_size=40, max_iters=1, out_dir=tmp_path / "longer")

@@ -190,6 +190,7 @@ def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
     assert losses(tmp_path / "zero3") == losses(tmp_path / "zero2")
 
 
+@pytest.mark.usefixtures("published_model")
 def test_a_base_in_float8_is_near_the_whole_one_and_is_saved_like_it(trained):
     plain, rounded = (step_losses(trained[name]) for name in ("none", "float8"))
     assert 0 < abs(rounded - plain).mean() < 0.05
@@ -199,6 +200,7 @@ def test_a_base_in_float8_is_near_the_whole_one_and_is_saved_like_it(trained):
     assert (found - expected).abs().max() < 0.2 * expected.abs().max()
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("changes", [
     {"offload": "optimizer", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
     {"dtype": "bfloat16"}, {"quantize_base": "nf4", "fp8": True},
@@ -216,6 +218,7 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
         assert apart.max() < (0.05 if "dtype" in changes else 1e-5)
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("name", ["none", "float8"])
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
     import peft  # takes seconds

@@ -92,6 +92,7 @@ def measured():
         yield row, replace(LLAMA_1B, block_size=block_size), run
 
 
+@pytest.mark.usefixtures("published_model")
 def test_estimate_is_within_2_percent_of_every_measured_peak_and_the_reserve_within_what_it_adds():
     n_of_mode = Counter()
     for row, config, run in (*recorded(), *measured()):
@@ -308,6 +309,7 @@ def peak_of_allocations(step):
 N_1B = 1_235_814_400
 
 
+@pytest.mark.usefixtures("published_model")
 def test_parameters_are_those_of_a_block_and_of_the_root():
     _, root = memory.param_shapes(LLAMA_1B, RunShape(1))
     assert memory.n_params(LLAMA_1B) == N_1B and sum(p.numel() for _, p, _ in root) == 128_256 * 2_048 + 2_048
@@ -320,6 +322,7 @@ def test_logits_and_gradient_of_the_head_by_hand():
     assert backward.bytes == 6 * 128_256 * 2_048 + tokens
 
 
+@pytest.mark.usefixtures("published_model")
 def test_copy_engines_need_no_nccl_gather_buffer():
     head = 128_256 * 4_096 + 4_096  # with the norm; in the loss 8B's embedding is not gathered
     for engines, times in {False: 2, True: 1}.items():
@@ -341,6 +344,7 @@ def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs)
     assert each["auto"] == each[runs] and each["triton"] < each["sdpa"], each
 
 
+@pytest.mark.usefixtures("published_model")
 def test_offload_moves_bytes_to_the_cpu():
     there, of_optimizer = (memory.peak_gib(LLAMA_1B, RunShape(8, offload=offload)) for offload in ("none", "optimizer"))
     assert there - of_optimizer == pytest.approx(10 * N_1B / GIB)  # both peak before there are gradients
@@ -427,6 +431,7 @@ def test_out_of_memory_message_names_what_is_large_and_what_lowers_it(monkeypatc
     assert "no setting would lower it" in memory_advice.out_of_memory_message(LLAMA_1B, least, "cuda:0")
 
 
+@pytest.mark.usefixtures("published_model")
 def test_table_adds_up():
     lines = memory.table(LLAMA_8B, sharded(4, micro_steps=2)).splitlines()
     gibs = [float(line.split(" GiB")[0].split()[-1]) for line in lines]

@@ -15,6 +15,7 @@ import model as model_module
 from model import Execution
 from runtime import checkpoint
 from runtime.checkpoint import Damaged, digests_of_file, newest, open_folder, read_run, read_weights, verify
+from runtime.hf import OWN
 from tests.published import SCALING, edit_config, publish
 from tests.runs import damage, edit_run, error_of, losses, metrics, wrapped
 
@@ -249,7 +250,7 @@ def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, t
     one_head = train()["model"]
     monkeypatch.setattr(model_module, "Llama", TwoHeads)
     for module in ("hf", "resume"):
-        monkeypatch.setattr(f"runtime.{module}.OWN", {"second_head.weight"})
+        monkeypatch.setattr(f"runtime.{module}.OWN", OWN | {"second_head.weight"})
     more = {"init_from": tmp_path / "out", "keep_last": 9, "eval_interval": 4}
     begun = train(out_dir=tmp_path / "none", eval_only=True, **more)["model"]
     for name, weight in one_head.named_parameters():

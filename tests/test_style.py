@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "config", "data", "kernels", "optimizers", "runtime", "tests")
+FOLDERS = ("benchmarks", "config", "data", "docs", "kernels", "optimizers", "runtime", "tests")
 
 
 def offences(path: Path) -> Iterator[str]:
