@@ -240,6 +240,7 @@ def context_of(folder):
     return load_model(folder).config.block_size
 
 
+@pytest.mark.usefixtures("published_model")
 def test_an_evaluation_stays_within_the_length_that_the_model_was_trained_at(train, sample, tmp_path):
     """With rope_scaling, config.json claims more for other software: the length that the scaling stretches."""
     scaling = SCALING | {"original_max_position_embeddings": 96}
@@ -263,6 +264,7 @@ def test_an_evaluation_stays_within_the_length_that_the_model_was_trained_at(tra
     assert "the model sees the last 32" in said
 
 
+@pytest.mark.usefixtures("published_model")
 def test_the_context_is_the_longest_that_the_weights_were_trained_at(train, tmp_path):
     scaling = SCALING | {"original_max_position_embeddings": 96}
     scaled = dict(rope_scaling=scaling, max_iters=1, warmup_iters=0)
