@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.trainers import llama_config
 from docs.draw import draw_block, draw_step, tensors_of_a_block
+from tests import test_style
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, metrics
 
 PAGE = ROOT / "docs" / "learn.md"
@@ -80,7 +81,24 @@ def run_tests(tests: list[str], files: Path) -> tuple[dict[str, str], str]:
     return dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED)", output, re.M)), output
 
 
+def change(number: int, files: Path) -> None:
+    """Write an exercise's whole change into files."""
+    for diffs, _ in steps_of(exercise(number)):
+        for diff in diffs:
+            apply(diff, files)
+
+
 @pytest.mark.parametrize("number", range(1, 9))
+def test_the_changed_files_are_ones_of_ours(number, files, monkeypatch):
+    change(number, files)
+    monkeypatch.setattr(test_style, "ROOT", files)
+    assert [offence for path in test_style.all_files() for offence in test_style.offences(path)] == []
+
+
+SLOW = (3, 4)  # a minute on a busy core
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in range(1, 9)])
 def test_the_named_tests_pass_fail_and_are_skipped_as_the_page_says(number, files):
     for diffs, expected in steps_of(exercise(number)):
         for diff in diffs:
@@ -100,9 +118,7 @@ def train_changed(files, text_data, tmp_path):
     """train_changed(number, **settings) runs train.py with an exercise's change: its output, its steps' metrics."""
 
     def run(number, **settings):
-        for diffs, _ in steps_of(exercise(number)):
-            for diff in diffs:
-                apply(diff, files)
+        change(number, files)
         settings = SMALL | SHORT | {"dataset": text_data, "out_dir": tmp_path / "out"} | settings
         command = [sys.executable, "train.py", *flags(settings)]
         done = subprocess.run(command, cwd=files, capture_output=True, text=True, env=os.environ | PLAIN)
@@ -160,6 +176,4 @@ def test_what_the_map_names_is_there():
 
 
 if __name__ == "__main__":
-    for diffs, _ in steps_of(exercise(int(sys.argv[1]))):
-        for diff in diffs:
-            apply(diff, ROOT)
+    change(int(sys.argv[1]), ROOT)
