@@ -11,6 +11,7 @@ TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "ffn_dim": 96, 
 AT = {"config": "config/baby_llama.py", "batch": 3, "prompt": 8, "tokens": 6}
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
     row = generate.measure("nanocria", **AT, **TINY, tie_embeddings=tied)

@@ -15,6 +15,7 @@ CARDS_OF_THE_README = re.findall(
 )
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("row", CARDS_OF_THE_README or [None])
 def test_the_readmes_settings_fit_each_card(row):
     ranks, card, config, flags, gib, of_cpu = row

@@ -52,6 +52,7 @@ def counterparts(name, peer):
         yield theirs[hf_name if hf_name in theirs else plain_name]
 
 
+@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize(
     "build, checkpointing",
     [*((build_recipe, c) for c in ("none", "selective", "full")), (build_hf, "none"), (build_hf_cudnn, "full")],
@@ -220,6 +221,7 @@ AT = (8, 2, 64, "config/baby_llama.py")
 ON_CPU = ["--n_layer=2", "--device=cpu", "--dtype=float32"]
 
 
+@pytest.mark.usefixtures("published_model")
 def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(on_the_cpu):
     """Step by step: the same initial weights, tokens, losses, gradient clipping, learning rates and updates."""
     ours = losses.train_losses(*AT, ON_CPU)
