@@ -240,6 +240,7 @@ def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
     assert sum(map(len, place.buffers)) == pytest.approx(parts["buffers of offload_dir"], rel=0.02)
 
 
+@pytest.mark.usefixtures("published_model")
 def test_8b_takes_at_most_40_gib_of_cpu_memory():
     words = "--config=config/llama31_8b.py --offload=all --batch_size=8 -- --offload_dir=/nvme"
     words = [*words.split(), "--gradient_accumulation_steps=1"]
