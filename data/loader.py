@@ -43,14 +43,19 @@ def dataset_folder(dataset: str) -> Path:
 
 
 def dataset_parts(dataset: str | Path) -> dict[str, float]:
-    """{name: weight} of a mix, "a:0.7,b:0.3". Any other dataset is its own only part: {dataset: 1.0}."""
-    texts = str(dataset).split(",")
-    pieces = [re.fullmatch(r"(.+):(\d{0,9}\.?\d{1,9})", text, re.ASCII) for text in texts]
-    if not any(pieces) or dataset_folder(dataset).exists():  # a path may have colons
+    """{name: weight} of a mix, "a:0.7,b:0.3". Any other dataset is its own only part: {dataset: 1.0}.
+
+    ValueError for a name with a colon or comma that is neither a folder nor a mix.
+    """
+    if not re.search("[:,]", str(dataset)) or dataset_folder(dataset).exists():  # a path may have colons
         return {dataset: 1.0}
+    texts = [text.strip() for text in str(dataset).split(",")]
+    pieces = [re.fullmatch(r"(.+?)\s*:\s*(\d{0,9}\.?\d{1,9})", text, re.ASCII) for text in texts]
     weights = {piece[1]: float(piece[2]) for piece in pieces if piece}
     if len(weights) < len(texts) or not all(weights.values()):
-        raise ValueError(f"dataset {dataset}: a mix is NAME:WEIGHT,NAME:WEIGHT: each name once, no weight 0")
+        raise ValueError(
+            f"dataset {dataset} is no folder, and a mix is a:0.7,b:0.3, with each name once and no weight 0"
+        )
     return weights
 
 
@@ -245,7 +250,7 @@ class Mix(Blocks):
                 raise ValueError(f"{name} and {next(iter(weights))}: one holds conversations, one text: mix one kind")
             for field in self.SAME:
                 if part.meta.get(field) != parts[0].meta.get(field):
-                    advice = "prepare both with the same --tokenizer"
+                    advice = "prepare both with the same --tokenizer; if train:N made one, its folder is the other's"
                     raise ValueError(f"{name} and {next(iter(weights))} differ in {field} (meta.json): {advice}")
         self.meta = describe_mix([part.meta for part in parts])
 

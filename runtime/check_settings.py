@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from optimizers.rules import rule_of
-from runtime.distributed import stop
+from runtime.distributed import print0, stop
 
 AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs", "lr_decay_iters",
@@ -26,6 +26,9 @@ def check_schedule(settings: Mapping) -> None:
     problem = schedule_problem(SimpleNamespace(**settings))
     if problem:
         stop(problem)
+    if settings["max_iters"] <= settings["warmup_iters"]:
+        steps = f"{settings['max_iters']} steps end within the warm-up of {settings['warmup_iters']}"
+        print0(f"schedule  {steps}: the learning rate stays low. More --epochs, or --warmup_iters=0")
 
 
 def find_problem(settings: Mapping, world_size: int) -> str | None:

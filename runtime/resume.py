@@ -279,6 +279,7 @@ def _resume(out_dir, model, optimizer, run_info):
     """restore() from the newest undamaged checkpoint. Damaged ones are renamed."""
     start_time = time.perf_counter()
     settings = run_info["settings"]
+    length = "--epochs" if settings["epochs"] else "--max_iters"
     while True:
         path = newest_for_all_ranks(out_dir)
         try:
@@ -286,7 +287,7 @@ def _resume(out_dir, model, optimizer, run_info):
             run = folder.run
             _require_fit(folder, True, model.config, settings, run_info["dataset"])
             if run["step"] > settings["max_iters"] and not settings["eval_only"]:
-                stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
+                stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise {length}, or name another --out_dir")
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, optimizer.tensors())
             break
         except Damaged as error:
@@ -303,7 +304,7 @@ def _resume(out_dir, model, optimizer, run_info):
     changed = _changes(run, run_info)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if run["step"] == settings["max_iters"] and not settings["eval_only"]:
-        print0("nothing left to train: raise --max_iters, or name another --out_dir for a new run")
+        print0(f"nothing left to train: raise {length}, or name another --out_dir for a new run")
     seconds = time.perf_counter() - start_time
     return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
 

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import shlex
 import shutil
+import sys
 
 import pytest
 import torch
@@ -36,6 +38,15 @@ def chats(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join(lines))
     chat.prepare([folder / "chats.jsonl"], folder / "data", str(folder / "hf"))
     return {"dataset": folder / "data", "init_from": folder / "hf", "device": "cpu"}
+
+
+def test_the_next_command_of_chat_prepare_can_be_pasted_into_a_shell(chats, tmp_path, monkeypatch, capsys):
+    folder = chats["init_from"].parent
+    options = ["--input", folder / "chats.jsonl", "--tokenizer", folder / "hf", "--out", tmp_path / "my chats"]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--workers", "1", *map(str, options)])
+    chat.main()
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[-1] == f"--dataset={tmp_path / 'my chats'}"
 
 
 @pytest.fixture
@@ -75,6 +86,20 @@ def test_a_schedule_that_does_not_fit_into_the_epochs_gets_a_sentence(train, con
     assert re.search(r"must be at most max_iters \(\d\)", error_of(train, capsys, config(), **wsd))
     wsd["epochs"] = 5
     assert train(config(), **wsd)["max_iters"] > 22, "the config's max_iters of 8 does not count"
+
+
+def test_epochs_that_end_within_the_warm_up_get_a_sentence(train, config, few, capsys):
+    for warmup_iters, warned in ((3, False), (4, True)):
+        train(config(), dataset=few, batch_size=8, epochs=1, warmup_iters=warmup_iters, eval_only=True)  # 4 steps
+        assert ("4 steps end within the warm-up of 4" in capsys.readouterr().out) == warned
+
+
+def test_a_run_of_epochs_that_has_no_step_left_says_to_raise_them(train, config, few, capsys):
+    common = dict(dataset=few, batch_size=8)
+    train(config(), epochs=2, **common)
+    train(config(), epochs=2, **common)
+    assert "raise --epochs" in capsys.readouterr().out
+    assert "raise --epochs" in error_of(train, capsys, config(), epochs=1, **common)
 
 
 def test_sft_reads_200_conversations_three_times_and_evaluates_after_each(train, chats, tmp_path, capsys):

@@ -91,15 +91,16 @@ def test_a_mix_is_the_same_on_two_ranks_and_when_resumed_there(parts, train_on_r
     assert config["vocab_size"] == 257 and (one / "step_000006/tokenizer.json").exists()
 
 
-def test_only_a_weight_after_a_colon_makes_a_mix(tmp_path, monkeypatch):
+def test_a_name_with_colons_or_commas_is_a_folder_or_a_mix_or_gets_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("a:0.5", "b,c:1"):
         (tmp_path / folder).mkdir()
-    for plain in ("a:0.5", "b,c:1", "no:where", "no,where", "C:/data"):
+    for plain in ("a:0.5", "b,c:1", "nowhere"):
         assert dataset_parts(plain) == {plain: 1.0}
     assert dataset_parts("x/a:1:2,~/b:.5") == {"x/a:1": 2.0, "~/b": 0.5}
-    for wrong in ("a:1,b", "a:1,a:2", "a:1,b:0", "a:1,b:-1", "a:1,b:nan"):
-        with pytest.raises(ValueError, match="a mix is NAME:WEIGHT,NAME:WEIGHT"):
+    assert dataset_parts(" x: 1, y :2") == {"x": 1.0, "y": 2.0}, "spaces as a Python user writes them"
+    for wrong in ("a:1,b", "x,y", "x:y", "a:70%,b:30%", "a:1,a:2", "a:1,b:0", "a:1,b:-1", "a:1,b:nan"):
+        with pytest.raises(ValueError, match="is no folder, and a mix is a:0.7,b:0.3"):
             dataset_parts(wrong)
 
 

@@ -211,7 +211,7 @@ def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_pat
 
 def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(train, tmp_path, capsys):
     train()
-    assert "step_000008 is beyond max_iters, 7: raise that" in error_of(train, capsys, max_iters=7)
+    assert "step_000008 is beyond max_iters, 7: raise --max_iters" in error_of(train, capsys, max_iters=7)
     assert "rope_scaling None (this run: " in error_of(train, capsys, rope_scaling=SCALING)
     assert "pass --n_layer=2 --n_embd=32, or change out_dir" in error_of(train, capsys, n_layer=3, n_embd=64)
     assert "--init_from=resume continues it" in error_of(train, capsys, init_from="scratch")

@@ -20,6 +20,7 @@ rendered by --template, else by the tokenizer's chat template, else by Llama 3's
 it in the checkpoints. All copies of a conversation go to the same split.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -134,7 +135,8 @@ def main():
     parser.add_argument("--template", type=Path, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
-    print(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS --dataset={args.folder.absolute()}")
+    dataset = shlex.quote(f"--dataset={args.folder.absolute()}")
+    print(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS {dataset}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ large file is cut at line ends. Other special tokens in a text stay text. Folder
 hidden files, links to folders and the files directly in --out.
 
 train:8192 learns a tokenizer of 8,192 tokens from the first 32 million characters of the training documents and keeps
-its tokenizer.json with the data. In languages other than English a text is fewer such tokens than gpt2's.
+its tokenizer.json with the data; fewer if the text repeats no more pairs. In languages other than English a text is
+fewer such tokens than gpt2's. More data with the same tokenizer, as for a mix: --tokenizer with this data's folder.
 
 A document goes to validation if the hash of its text is below a threshold, so all its copies go to the same split.
 """
