@@ -78,7 +78,7 @@ class LlamaConfig:
         """The projections that pack several matrices, and the rows of each: q, k, v, and gate, up.
 
         To the model one matrix is faster than three. Others take them apart by this table: optimizers, adapters,
-        checkpoints. A third needs a line here, and the names of its matrices in runtime/hf.py.
+        checkpoints. Another packed projection needs an entry here, and the names of its matrices in runtime/hf.py.
         """
         kv = self.n_kv_head * self.head_dim
         return {"qkv_proj": (self.n_embd, kv, kv), "gate_up_proj": (self.ffn_dim, self.ffn_dim)}
@@ -126,7 +126,7 @@ def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
 
 class KVCache(NamedTuple):
     """One layer's keys and values, for generation: row b holds those of its first lengths[b] positions. Prompts fill
-    it, then tokens are added one by one. runtime/generate.py allocates it and keeps the lengths.
+    it, then tokens are added one by one. runtime/generate.py allocates its S positions and keeps the lengths.
     """
 
     k: torch.Tensor  # (B, S, K, D)
@@ -344,8 +344,8 @@ class Llama(nn.Module):
             sin = caches[0].sin[positions]
         else:
             # The kernels rotate q and k in fp32, so the tables stay fp32 even with bf16 weights.
-            wide = torch.promote_types(x.dtype, torch.float32)
-            cos, sin = rope_tables(self.config, 0, n_time, tokens.device, wide)
+            table_dtype = torch.promote_types(x.dtype, torch.float32)
+            cos, sin = rope_tables(self.config, 0, n_time, tokens.device, table_dtype)
         offloads = self.offloaded is not None and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches else None
@@ -386,9 +386,12 @@ class Llama(nn.Module):
 
     def n_params(self) -> int:
         """Number of parameters: a tied head and its embedding once, frozen weights as the elements they represent."""
-        frozen = [m for m in self.layers.modules() if isinstance(m, kernels.LoRALinear)]
-        more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:-2]) for m in frozen)
-        return sum(parameter.numel() for parameter in self.parameters()) + more
+        total = sum(parameter.numel() for parameter in self.parameters())
+        for module in self.layers.modules():
+            if isinstance(module, kernels.LoRALinear):
+                *stored, _, _ = module.tensors()  # how the frozen weight is stored; the last two are the adapter's
+                total += module.in_features * module.out_features - sum(tensor.numel() for tensor in stored)
+        return total
 
     def flops_per_token(self, n_time: int) -> int:
         """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.

@@ -7,8 +7,8 @@
 
 Differences from GPT-2: positions are rotations of queries and keys (RoPE), RMSNorm instead of LayerNorm, a gated MLP
 (SwiGLU), several query heads share a key/value head (grouped-query attention), no biases, no dropout. model.py computes
-the same function: tests/test_model.py holds it to this file. What model.py adds is only how: packed matrices, one
-function for a norm and what reads it, logits in chunks, recomputation.
+the same function: tests/test_model.py holds it to this file. It differs only in how it computes: packed matrices, one
+function for a norm and the projection after it, logits in chunks, recomputation.
 
 B batch, T time, C n_embd, H query heads, K key/value heads, D head size, F ffn_dim, V vocabulary.
 """
@@ -27,7 +27,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 def rotate(x, cos, sin):
     """RoPE: the pair (x[i], x[i + D/2]) of each head turns by its position's angle. x (B, T, H, D), cos (T, D/2)."""
-    cos = cos[:, None]
+    cos = cos[:, None]  # (T, 1, D/2): all heads turn alike
     sin = sin[:, None]
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
@@ -94,7 +94,8 @@ class PlainLlama(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.tok_embeddings(tokens)  # (B, T, C)
         dtype = torch.promote_types(x.dtype, torch.float32)  # positions need more bits than bfloat16 has
-        cos, sin = rope_tables(self.config, 0, tokens.shape[1], tokens.device, dtype)  # (T, D/2)
+        # of each position's angles, D/2 of them: (T, D/2)
+        cos, sin = rope_tables(self.config, 0, tokens.shape[1], tokens.device, dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.lm_head(self.norm(x))  # (B, T, V)

@@ -260,7 +260,7 @@ saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_la
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
-n_eval_blocks = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of a mix
+n_eval_blocks = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of each dataset
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

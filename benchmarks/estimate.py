@@ -95,6 +95,17 @@ def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(model, shape)) / GIB
 
 
+def launcher(ranks: int) -> str:
+    """What starts train.py on so many GPUs. Of several hosts, each runs this command."""
+    if ranks == 1:
+        return "python"
+    if ranks <= 8:
+        return f"torchrun --standalone --nproc_per_node={ranks}"
+    per_host = math.gcd(ranks, 8)
+    hosts = f"--nnodes={ranks // per_host} --nproc_per_node={per_host}"
+    return f"torchrun {hosts} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+
+
 def recommended(rows: list[dict], block_size: int) -> dict:
     """The cheapest row whose largest batch keeps a GPU busy; if there is none, the leanest with the largest batch."""
     for row in rows:
@@ -137,9 +148,8 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
         named["gradient_accumulation_steps"] = s.ranks * sequences // named["batch_size"]
     model, shape = resolve(s.config, s.ranks, named, s.flags)
     peak = memory.peak_gib(model, shape)
-    launcher = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
-    words = [*launcher.split(), "train.py", s.config, *(f"--{name}={value}" for name, value in named.items())]
-    command = shlex.join([*words, *s.flags])
+    words = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
+    command = f"{launcher(s.ranks)} {shlex.join(words)}"
     if s.json:
         result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": peak <= usable}
         return dumps(result), model, shape
@@ -152,10 +162,11 @@ card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and t
     for where, parts in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
         if parts(model, shape):
             text += f"\n\nin {where}, of each rank:\n{memory.lines_of(parts(model, shape))}"
-    if peak <= usable:
-        return f"{text}\n\nrecommended, with a peak of {peak:.1f} GiB:\n{command}", model, shape
-    advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
-    return f"{text}\n\ndoes not fit, with a peak of {peak:.1f} GiB; {advice}:\n{command}", model, shape
+    verdict = f"recommended, with a peak of {peak:.1f} GiB"
+    if peak > usable:
+        advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
+        verdict = f"does not fit, with a peak of {peak:.1f} GiB; {advice}"
+    return f"{text}\n\n{verdict}:\n{command}", model, shape
 
 
 def main(argv: list[str]) -> None:

@@ -66,14 +66,6 @@ def seconds(step: Step, n: int, hybrid: bool = False) -> float:
     return forward + backward + 2 * move(step.embedding) + step.update / sharded_over
 
 
-def tokens_to_hide(flops: float, rate: float = NVLINK) -> float:
-    """Tokens per GPU from which computation at flops per second hides ZeRO-3's traffic.
-
-    Three passes move 2 bytes of each parameter, and a token takes 6 operations: 6 P / rate = 6 P tokens / flops.
-    """
-    return flops / rate
-
-
 def table() -> str:
     lines = []
     for step in (LLAMA_8B, LLAMA_1B, QUARTER, SIXTEENTH):

@@ -155,13 +155,8 @@ def plot_linux(record: dict):
     axes.axhline(record["xz_bits_per_byte"], color="gray")
     ends.append((axes.get_xlim()[1], record["xz_bits_per_byte"], f"xz -9: {record['xz_bits_per_byte']:.3f}", "gray"))
     ticks = [0.6, 0.8, 1.0, 1.5, 2.0]
-    axes.set(
-        xlabel="million tokens",
-        ylabel="bits per byte of unseen files",
-        yscale="log",
-        xlim=axes.get_xlim(),
-        ylim=(0.5, None),
-    )
+    axes.set(xlabel="million tokens", ylabel="bits per byte of unseen files", yscale="log")
+    axes.set(xlim=axes.get_xlim(), ylim=(0.5, None))
     axes.set_yticks(ticks, ticks)
     axes.minorticks_off()
     label_ends(axes, ends)

@@ -33,22 +33,24 @@ T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student'
 def labels_of(folders: list[Path], runs: list[Losses]) -> list[str]:
     """The settings that differ between runs. Those that differ only in their seed have the same label.
 
-    The folder's name if nothing differs, too much does, or the settings are not known yet.
+    The folder's name if nothing differs, too much does, or the settings are not known yet; also for a run whose seed,
+    too, is that of an earlier one: perhaps the code was changed between them.
     """
-    known = []
-    for run in runs:
-        known.append({name: value for name, value in run.settings.items() if not NOT_IN_LABELS.fullmatch(name)})
-    first = next((settings for settings in known if settings), {})
+    known = [{name: run.settings[name] for name in run.settings if not NOT_IN_LABELS.fullmatch(name)} for run in runs]
     names = dict.fromkeys(name for settings in known for name in settings)
-    differing = [name for name in names if any(s and s.get(name) != first.get(name) for s in known)]
+    differing = [name for name in names if len({str(settings.get(name)) for settings in known if settings}) > 1]
     labels = []
     first_folders = {}  # of each text that makes no label
-    for folder, settings in zip(folders, known, strict=True):
+    seeds = set()  # of each label
+    for folder, run, settings in zip(folders, runs, known, strict=True):
         text = ", ".join(f"{name}={settings.get(name)}" for name in differing)
         if not settings:
             text = str(folder)
         elif not text or len(text) > LONGEST_LABEL:
             text = first_folders.setdefault(text, str(folder))
+        if (text, run.settings.get("seed")) in seeds:
+            text = str(folder)
+        seeds.add((text, run.settings.get("seed")))
         labels.append(text)
     return labels
 
@@ -78,17 +80,16 @@ def comparison(label: str, losses: list[float], base: str, base_losses: list[flo
     ratio = difference / error if error else math.copysign(math.inf, difference)
     limit = T_95[min(freedom, len(T_95)) - 1]
     verdict = "more" if abs(ratio) > limit else "not more"
-    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make ({limit})"
+    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make (at most {limit})"
 
 
 def main(argv: list[str]) -> None:
     s = read_settings(globals(), [word for word in argv if word.startswith("-")])
     folders = [Path(word) for word in argv if not word.startswith("-")]
     folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
-    out = Path(s.out)
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
-    if out.suffix[1:] not in FORMATS:
+    if not s.out.endswith(FORMATS):
         raise SettingError(f"--out={s.out}: its suffix is one of {', '.join(FORMATS)}")
     try:
         runs = [read_losses(path) for path in folders]
@@ -99,16 +100,14 @@ def main(argv: list[str]) -> None:
         raise SettingError(f"--labels={s.labels}: {len(labels)} for {len(folders)} folders")
     unfinished = [str(path) for path, run in zip(folders, runs, strict=True) if run.flops_per_token is None]
     if s.x == "flops" and unfinished:
-        raise SettingError(
-            f"--x=flops: {', '.join(unfinished)} has no flops_per_token in summary.json: it has not ended"
-        )
+        raise SettingError(f"--x=flops: {', '.join(unfinished)} has not ended: summary.json has the FLOPs of a token")
     print(loss_table(folders, runs, labels))
     groups = {}
     for label, run in zip(labels, runs, strict=True):
         groups.setdefault(label, []).append(run)
     last = {label: [run.val[-1][-1] for run in group if run.val] for label, group in groups.items()}
-    (base, base_losses), *others = [(label, losses) for label, losses in last.items() if losses] or [(None, None)]
-    for label, losses in others:
-        print(comparison(label, losses, base, base_losses))
-    draw_losses(groups, out, s.x)
-    print(f"drawn: {out}")
+    evaluated = [label for label in last if last[label]]
+    for label in evaluated[1:]:
+        print(comparison(label, last[label], evaluated[0], last[evaluated[0]]))
+    draw_losses(groups, Path(s.out), s.x)
+    print(f"drawn: {s.out}")

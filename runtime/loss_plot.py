@@ -6,6 +6,7 @@
 Tokens, of all ranks together, and hours count training alone, without evaluations and saves.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ UNITS = {  # what x may be -> sizes, in what read_losses counts, and names: the 
     "minutes": [(24, "days"), (1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds")],
     "flops": [(1e18, "10¹⁸ FLOPs"), (1e15, "10¹⁵ FLOPs"), (1e12, "10¹² FLOPs"), (1, "FLOPs")],
 }
-FORMATS = ("png", "svg", "pdf")
+FORMATS = (".png", ".svg", ".pdf")
 
 
 class Losses(NamedTuple):
@@ -116,11 +117,9 @@ def curve(run: Losses, kind: str, x: str) -> dict[int, tuple[float, float]]:
     """step -> (x, loss) of a run's train or val."""
     points = getattr(run, kind)
     losses = smoothed(points) if kind == "train" else [loss for *_, loss in points]
-    curve = {}
-    for (step, tokens, hours, _), loss in zip(points, losses, strict=True):
-        flops = tokens * (run.flops_per_token or 0)
-        curve[step] = {"steps": step, "tokens": tokens, "minutes": hours, "flops": flops}[x], loss
-    return curve
+    column = {"steps": 0, "tokens": 1, "minutes": 2, "flops": 1}[x]
+    factor = run.flops_per_token if x == "flops" else 1
+    return {point[0]: (point[column] * factor, loss) for point, loss in zip(points, losses, strict=True)}
 
 
 def over_seeds(curves: list[dict[int, tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
@@ -141,27 +140,25 @@ def draw_losses(runs: dict[str, list[Losses]], path: Path, x: str = "tokens") ->
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display and shares state with other figures
 
-    lines = []  # (label, look, rows of over_seeds())
-    for i, (label, seeds) in enumerate(runs.items()):
-        color = COLORS[i % len(COLORS)]
+    lines = []  # (label, color, look, rows of over_seeds())
+    for (label, seeds), color in zip(runs.items(), itertools.cycle(COLORS)):
         for kind, look in (("train", {"linewidth": 1, "alpha": 0.5}), ("val", {"linewidth": 2, "marker": "o"})):
             rows = over_seeds([curve(run, kind, x) for run in seeds])
             if rows:
-                lines.append((label, look | {"color": color}, rows))
+                lines.append((label, color, look, rows))
     longest = max(rows[-1][0] for *_, rows in lines)
     scale, unit = next(size for size in UNITS[x] if longest >= size[0] or size is UNITS[x][-1])
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.subplots()
     ends = {}  # of each label's last line: validation, if there is one
-    for label, look, rows in lines:
+    settled = []  # losses after the first fall
+    for label, color, look, rows in lines:
         places, means, least, largest = zip(*rows, strict=True)
+        settled += [mean for place, mean in zip(places, means, strict=True) if place >= longest / 10]
         places = [place / scale for place in places]
-        axes.plot(places, means, **look)
-        axes.fill_between(places, least, largest, color=look["color"], alpha=0.15, linewidth=0)
-        ends[label] = places[-1], means[-1], label, look["color"]
-    settled = [
-        mean for *_, rows in lines for place, mean, *_ in rows if place >= longest / 10
-    ]  # without the first fall
+        axes.plot(places, means, color=color, **look)
+        axes.fill_between(places, least, largest, color=color, alpha=0.15, linewidth=0)
+        ends[label] = places[-1], means[-1], label, color
     margin = 0.05 * (max(settled) - min(settled)) or 0.1
     axes.set(xlabel=f"{unit} of training", ylabel="loss; dots: validation", xlim=(0, None))
     axes.set_ylim(min(settled) - margin, max(settled) + margin)

@@ -24,7 +24,7 @@ def test_the_plan_gives_the_measured_steps_of_one_two_and_four_gpus(record):
 
 def test_a_gpu_with_fewer_tokens_than_hide_the_traffic_waits_for_it():
     flops = 6 * plan.LLAMA_8B.parameters * plan.LLAMA_8B.tokens / plan.LLAMA_8B.compute
-    enough = plan.tokens_to_hide(flops)
+    enough = flops / plan.NVLINK  # tokens: a parameter takes 6 operations of each, and moves 6 bytes in each step
     for factor in (0.25, 4):
         few = plan.replace(plan.LLAMA_8B, compute=factor * enough * plan.LLAMA_8B.compute / plan.LLAMA_8B.tokens)
         traffic = 3 * 2 * few.parameters * 7 / 8 / plan.NVLINK
