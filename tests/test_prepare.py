@@ -143,6 +143,7 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
     (["--tokenizer=train:256"], "256 bytes and <|endoftext|> are 257 tokens"),
+    (["--tokenizer=train:4k"], "expected a number of tokens, as in train:8192"),
     (["--tokenizer=train:300", "--bos"], "--bos: a tokenizer that is learned"),
     ([], "error: 2 training and 0 validation documents"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
 ])  # fmt: skip

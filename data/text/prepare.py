@@ -150,9 +150,12 @@ def prepare(
         chunk_chars = max(n_bytes // 20, 256)
     texts = read_documents(files, format, field, chunk_chars, bad)
     documents = split_texts(texts, val_fraction)
-    if bos and str(tokenizer).startswith("train:"):
-        raise ValueError("--bos: a tokenizer that is learned here has no bos")
-    if learned := re.fullmatch(r"train:(\d{1,9})", str(tokenizer)):
+    if str(tokenizer).startswith("train:"):
+        if bos:
+            raise ValueError("--bos: a tokenizer that is learned here has no bos")
+        learned = re.fullmatch(r"train:(\d{1,9})", str(tokenizer))
+        if not learned:
+            raise ValueError(f"--tokenizer {tokenizer}: expected a number of tokens, as in train:8192")
         first = list(first_documents(documents, LEARNED_CHARS))  # a pipe can be read only once
         documents = chain(first, documents)
         encoding = train_tokenizer((text for split, text in first if split == "train"), int(learned[1]))
