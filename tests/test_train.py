@@ -53,6 +53,8 @@ def test_the_learning_rate_warms_up_and_decays_and_steps_take_it_and_grad_clip(t
     at_quarters = [5.5e-4 + 4.5e-4 * cosine for cosine in (1, 0.5**0.5, 0, -(0.5**0.5), -1)]
     assert_close(rates, [2e-4, 4e-4, 6e-4, 8e-4, *at_quarters, 1e-4], 1e-12)
     np.testing.assert_allclose(taken, [(rate, 0.25) for rate in rates], rtol=1e-7)
+    run = train(out_dir=tmp_path / "linear", lr_schedule="linear", **rate)
+    assert_close([run["learning_rate_at"](step) for step in (4, 5, 8, 9)], [1e-3, 7.75e-4, 1e-4, 1e-4], 1e-12)
     run = train(out_dir=tmp_path / "other", lr_decay_iters=2)  # it ends with the warm-up
     assert_close([run["learning_rate_at"](step) for step in (0, 1, 2, 8)], [1e-3, 2e-3, 3e-3, 3e-4], 1e-12)
 
@@ -108,7 +110,7 @@ def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_p
     ("cuda_graph", dict(eval_interval=3)),  # a checkpoint is written meanwhile
     ("cuda_graph", dict(activation_checkpointing="full", batch_size=16)),  # in groups of sequences
     ("cuda_graph", dict(mask_documents=True, n_embd=64)),
-    ("cuda_graph", dict(optimizer="muon")),  # as config/baby_llama.py has it
+    ("cuda_graph", dict(optimizer="normuon")),  # as config/baby_llama.py has it
     # Several steps use the same pinned memory.
     ("offload_activations", dict(activation_checkpointing="full", n_layer=5)),
 ], ids=str)  # fmt: skip
