@@ -143,9 +143,7 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
         name = flag.lstrip("-")
         if argument in ("-h", "--help"):
             wants_help = True
-        elif name in settings and flag != f"--{name}":
-            raise SettingError(f"Unknown argument {argument}. Did you mean --{argument.lstrip('-')}?")
-        elif name in settings:
+        elif name in settings and argument.startswith("--"):
             options = settings[name].options
             if not equals and bool in options and (not rest or re.match(r"-|.*\.py$", rest[0])):
                 text = "true"  # --compile without a value

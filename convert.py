@@ -16,17 +16,15 @@ import os
 import re
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from data.files import refuse_lfs_pointer
 from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
-from runtime.hf import POSITIONS, STRETCHED, Rows, hf_rows, read_config, unwrapped_names
+from runtime.hf import POSITIONS, STRETCHED, hf_rows, read_config
 from runtime.resume import hf_files
 from runtime.save import commit, write_folder
 
@@ -41,16 +39,14 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
     try:
-        if meta_weights is not None:
-            config = LlamaConfig(**settings)
-            rows = rows_of_meta(meta_weights, config, getattr(torch, dtype), source)
-        else:
+        if meta_weights is None:
             model = load_model(source, "cpu", getattr(torch, dtype))
             merge_lora(model)
-            config = model.config
-            rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, config)]
+        else:
+            model = model_of_meta(meta_weights, LlamaConfig(**settings), getattr(torch, dtype), source)
+        rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
         dataset = (opened.run or {}).get("dataset", {})
-        others = hf_files(opened, config, tokenizer, dtype, dataset)
+        others = hf_files(opened, model.config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
         write_folder(partial, {"model": rows}, others, run)
         commit(partial, folder)
@@ -117,31 +113,28 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     return Folder(path, None, config, {}), weights
 
 
-def rows_of_meta(weights: dict, config: LlamaConfig, dtype: torch.dtype, path: Path) -> list[Rows]:
-    """The rows to write. ValueError if they are not those of a model with this config."""
+@torch.no_grad()
+def model_of_meta(weights: dict, config: LlamaConfig, dtype: torch.dtype, path: Path) -> Llama:
+    """The model with these weights. ValueError if they are not those of a model with this config."""
     with torch.device("meta"):
         model = Llama(config).to(dtype)
-    rows = []
+    expected = {row.name: row.shape for name, p in model.named_parameters() for row in hf_rows(name, p, config)}
+    for name in sorted(expected.keys() | weights.keys()):  # before memory is allocated
+        found = tuple(weights[name].shape) if name in weights else "none"
+        if found != expected.get(name, "none"):
+            raise ValueError(f"expected {name} of shape {expected.get(name, 'none')}: {path} has {found}")
+    model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         for row in hf_rows(name, parameter, config):
-            weight = weights.pop(row.name, None)
-            if weight is None or weight.shape != row.shape:
-                found = "none" if weight is None else f"shape {tuple(weight.shape)}"
-                raise ValueError(f"expected {row.name} of shape {row.shape}: {path} has {found}")
-            rows.append(row._replace(tensor=partial(in_hf_order, weight, row.name, config.head_dim, dtype)))
-    if weights:
-        raise ValueError(f"{path} has {len(weights)} tensors that the model does not have: {min(weights)}, ...")
-    return rows
+            row.tensor.copy_(in_hf_order(weights[row.name], row.name, config.head_dim))
+    return model
 
 
-def in_hf_order(weight: torch.Tensor, name: str, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+def in_hf_order(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
     """Meta's RoPE rotates rows 2i and 2i + 1 of a head of q and k; Hugging Face's and ours rotate i and i + D/2."""
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-        weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
-    weight = weight.to(dtype)
-    if not torch.stack(weight.aminmax()).isfinite().all():
-        raise ValueError(f"{name} has numbers that are not finite in {dtype}")
-    return weight
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return weight
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
 
 
 def load_pth(folder: Path) -> dict[str, torch.Tensor]:
@@ -150,17 +143,13 @@ def load_pth(folder: Path) -> dict[str, torch.Tensor]:
     if len(list(folder.glob("consolidated.*.pth"))) > 1:
         raise ValueError(f"{folder} holds a model in several parts: only a single {META_FILE} is supported")
     require_file(path)
-    with open(path, "rb") as file:
-        refuse_lfs_pointer(file.read(100), path)
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a hostile file may raise anything
+    except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
-    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
-    if not named or not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in weights.values()):
+    if not isinstance(weights, dict) or not all(isinstance(x, torch.Tensor) for x in weights.values()):
         raise ValueError(f"{path} does not hold tensors by name")
-    names = unwrapped_names(weights, path)
-    return {meta_to_hf(inner): weights[name] for inner, name in names.items() if inner != "rope.freqs"}
+    return {meta_to_hf(name): x for name, x in weights.items() if name != "rope.freqs"}
 
 
 def meta_to_hf(name: str) -> str:

@@ -2,7 +2,7 @@
 
     python sample.py --out_dir=out/baby_llama --prompt="def main():"
     python sample.py --out_dir=Llama-3.2-1B-Instruct --chat
-    python sample.py --out_dir=Llama-3.2-1B --evaluate=hellaswag_val.jsonl
+    python sample.py --out_dir=Llama-3.2-1B --evaluate=text.txt
 
 out_dir is a run's folder (the newest checkpoint is loaded), one checkpoint such as out/baby_llama/step_000800, or a
 folder of published weights: Hugging Face's config.json and .safetensors.
@@ -37,7 +37,6 @@ out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of publis
 prompt = ""  # empty: start a new document; -: read standard input
 num_samples = 1  # continuations, generated in one batch
 max_new_tokens = 500  # per sample; generation stops earlier at the end of the document or turn
-stop: str | None = None  # also stop before this text (\n: newline, \t: tab)
 tokenizer: str | None = None  # a tokenizer's folder or file; none: out_dir's own
 
 # conversation
@@ -45,7 +44,7 @@ chat = False  # answer typed messages, using the folder's chat template; /exit o
 system = ""  # the system message, for example "Answer in one sentence."
 
 # evaluation
-evaluate: str | None = None  # a text file, or JSON rows: conversations, prompts and completions, or HellaSwag's format
+evaluate: str | None = None  # a text file, or JSON rows: conversations, or prompts and completions
 window: int | None = None  # tokens per window of a text; none: the model's context, at most 4,096
 batch_size = 8  # sequences scored at a time
 
@@ -65,7 +64,6 @@ configure(globals(), sys.argv[1:])
 sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
-stops = [stop.replace(r"\n", "\n").replace(r"\t", "\t")] if stop else []  # a shell leaves --stop='\n' as it is
 if sum(map(bool, (prompt, chat, evaluate))) > 1:
     sys.exit("--prompt, --chat and --evaluate exclude each other: give one of them")
 device = pick_device(device)
@@ -87,7 +85,7 @@ def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
     if longest > context:
         print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
-    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, **sampling)
+    return generate_text(model, tokenizer, prompts, max_new_tokens, **sampling)
 
 
 def write_continuations(text: str) -> None:

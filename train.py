@@ -21,18 +21,17 @@ from data.loader import open_dataset, read_ahead
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
-from optimizers import Optimizer, rule_of
+from optimizers import Optimizer, pick_place, rule_of
 from runtime import distributed
 from runtime.check_settings import check_schedule, check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
+from runtime.generate import Sampler
 from runtime.memory import RunShape
-from runtime.memory_advice import cpu_bytes_to_come, out_of_memory_message, require_memory
-from runtime.place import pick_place
+from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.resume import check_start, claim, find_start, model_settings, restore
 from runtime.run_log import RunLog
-from runtime.sampler import Sampler
 from runtime.save import Saver
 from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
 
@@ -131,7 +130,7 @@ sys.excepthook = make_excepthook(
 distributed.require_same_on_all_ranks(settings | distributed.code_of_this_rank())
 lock_file = None if eval_only else claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
-from_weights = model_settings(start, init_from, named)  # n_layer and others that no config file or flag names
+from_weights = model_settings(start, named)  # n_layer and others that no config file or flag names
 globals().update(from_weights)
 settings |= from_weights
 check_settings(settings | {"dtype": dtype, "cuda_graph": cuda_graph}, world_size)
@@ -212,7 +211,7 @@ model.init_weights(seed, device)
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
-    place = pick_place(model, run_shape, device)
+    place = pick_place(model, offload, offload_dir, disk_bytes(config, run_shape), device)
     optimizer = on_all_ranks(lambda: Optimizer(model, run_shape.rule, place, grad_clip, scales_loss=dtype == "float16"))
 
 
@@ -257,7 +256,7 @@ first_step = start_state["step"]
 # Sequences read before this run's batch size took effect, less those that its steps so far would have read.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
 sampler = Sampler(sample_prompt, train_data, hf_files)
-saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
+saver = Saver(out_dir, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)

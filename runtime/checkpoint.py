@@ -2,32 +2,29 @@
 
     model = load_model("out/mine")                   # the whole model on one device: for sample.py, for a notebook
     folder = open_folder(path)                       # what a folder holds, the same on all ranks; reads nothing large
+    verify(folder)                                   # that it is what was saved
     read_weights(folder, parameters, config, put)    # this rank's rows of each weight, and of the optimizer's states
 
     config.json, tokenizer files                 in Hugging Face's format
-    model.safetensors                            the weights in the compute dtype, under Hugging Face's names
-    model.safetensors.index.json                 which file holds which tensor: above 5 GB there are several files
-    optimizer.safetensors, and its index         masters' lower halves, moments, whatever the update rule defines
-    run.json                                     step, settings, ...; a SHA-256 of each file, and of itself
+    model.safetensors, and its index             the weights in the compute dtype, under Hugging Face's names
+    optimizer.safetensors                        masters' lower halves, moments, whatever the update rule defines
+    run.json                                     step, settings, ...; a SHA-256 of each GiB of a file, and of itself
 
 A run that trains adapters writes peft's adapter_model.safetensors and adapter_config.json instead of model.safetensors,
-and base_config.json instead of config.json. The base weights stay where they are: adapter_config.json has their path,
-base_config.json their fingerprint.
+and base_config.json instead of config.json. The base weights stay where they are: adapter_config.json has their path.
+Others publish weights in several files, which the index names.
 
 The safetensors package maps a file into memory and hands out the rows that are asked for, so no rank ever holds a whole
 file. Nothing is unpickled: reading a folder executes no code from it.
 
-Before a checkpoint's weights are read, the ranks share its files and compare the SHA-256 of each. A published folder
-has no run.json, so only its format is checked. save.py writes checkpoints.
+Before a checkpoint's weights are read, the ranks share its files and compare each SHA-256. A published folder has no
+run.json, so only its format is checked. save.py writes checkpoints.
 """
 
-import functools
 import hashlib
 import json
 import os
-import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from data.files import LFS_ADVICE, how_to_fetch, is_lfs_pointer, read_json, read_small
-from data.meta import check_meta, is_dict, is_list, is_text, is_whole
+from data.meta import check_meta
 from data.tokenizer import FILES, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
@@ -52,23 +49,16 @@ from runtime.distributed import (
     on_all_ranks,
     progress,
 )
-from runtime.hf import ADAPTED, CONTEXT, POSITIONS, STRETCHED, Rows, hf_names, hf_rows, read_config, unwrapped_names
+from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
 TOKENIZER_FILES = (*FILES, "tokenizer.model")  # copied from the folder that a run began with
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
+PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
 CHUNK_BYTES = 2**22  # read and hashed at a time
-THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))  # to hash files: SHA-256 takes 0.6 s per GB
+THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# What an index or run.json may name: no file in another folder.
-is_file_name = is_text(r"[\w-][\w.-]{0,80}")
-is_count = is_whole(0, 2**53)
-is_object = is_dict(is_text(r"\w+"), lambda value: True)
-RUN_FIELDS = {  # of run.json
-    "digests": is_dict(lambda name: True, is_list(is_text(r"\d{1,15} [0-9a-f]{64}"))), "settings": is_object,
-    "versions": is_object, "step": is_count, "updates": is_count, "sequences": is_count,
-}  # fmt: skip
 
 
 class Damaged(ValueError):
@@ -77,7 +67,6 @@ class Damaged(ValueError):
 
 class TensorInfo(NamedTuple):
     file: str
-    name: str  # in the file: it may have the prefix of a module that wrapped the model
     dtype: str  # in the format's words
     shape: tuple[int, ...]
 
@@ -90,6 +79,7 @@ class Folder(NamedTuple):
     config: dict  # config.json, or for adapters base_config.json
     tensors: dict[str, TensorInfo]  # by name
     adapter: dict | None = None  # adapter_config.json, if the tensors of "model" are adapters
+    seconds: float = 0.0  # that a resume has taken to find it, and to compare its digests
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,9 +120,8 @@ def newest_model(run: Path) -> Path:
 
 
 def read_file(path: Path, read: Callable = read_small) -> Any:
-    """Read a small file, on this rank. Damaged if it is missing, huge, a pipe, or not what `read` expects."""
-    if not path.exists():
-        raise Damaged(f"{path} is missing: copy or fetch the whole folder")
+    """Read a small file, on this rank. Damaged if it is missing, huge, or not what `read` expects."""
+    require_file(path)
     try:
         return read(path, SMALL_FILE_BYTES)
     except ValueError as error:
@@ -147,22 +136,29 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def digests_of_file(path: Path, ends: Iterable[float] = (float("inf"),)) -> list[str]:
-    """Where each part of a file ends, and its SHA-256, as run.json has them. ends: at most there."""
-    digests = []
-    with open(path, "rb", buffering=0) as file:
-        for end in ends:
-            sha256 = hashlib.sha256()
-            while chunk := file.read(min(CHUNK_BYTES, end - file.tell())):
+class Piece(NamedTuple):
+    path: Path
+    begin: int
+    end: int
+
+
+def pieces_of(path: Path, n_bytes: int) -> list[Piece]:
+    return [Piece(path, begin, min(begin + PIECE_BYTES, n_bytes)) for begin in range(0, n_bytes, PIECE_BYTES)]
+
+
+def digests_of(pieces: list[Piece]) -> list[str]:
+    """The SHA-256 of each piece of a file."""
+
+    def digest(piece):
+        sha256 = hashlib.sha256()
+        with open(piece.path, "rb", buffering=0) as file:
+            file.seek(piece.begin)
+            while chunk := file.read(min(CHUNK_BYTES, piece.end - file.tell())):
                 sha256.update(chunk)
-            digests.append(f"{file.tell()} {sha256.hexdigest()}")
-    return digests
+        return sha256.hexdigest()
 
-
-def digests_of(folder: Path, files: Iterable[str]) -> dict[str, list[str]]:
-    """The digests of whole files, by name."""
     with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-        return dict(threads.map(lambda file: (file, digests_of_file(folder / file)), files))
+        return list(threads.map(digest, pieces))
 
 
 def digest_of_run(run: dict) -> str:
@@ -177,9 +173,6 @@ def read_run(path: Path) -> dict | None:
     run = read_object(path / "run.json")
     if run.pop("digest", None) != digest_of_run(run) or "digests" not in run:
         raise Damaged(f"{path / 'run.json'} is not what was saved")
-    for name, is_valid in RUN_FIELDS.items():
-        if name in run and not is_valid(run[name]):
-            raise Damaged(f"{path / 'run.json'} has {name} {run[name]!r:.40}, which no run saves")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
     settings = run.get("settings", {})
@@ -188,28 +181,38 @@ def read_run(path: Path) -> dict | None:
     return run
 
 
-def verify(path: Path, run: dict | None, files: Iterable[str], i: int = 0, n: int = 1) -> None:
-    """Compare files of a checkpoint with run.json's digests; the i-th of n parts of this work. Damaged if they differ.
+def verify(folder: Folder) -> None:
+    """Compare the tensors' files of a checkpoint with run.json's digests. Every rank must call it: they share the work.
 
-    A file has one digest. Older versions wrote one for each 4 MiB, which is why an entry is a list.
+    Raises Damaged, on all ranks, if one differs. A published folder has no digests.
     """
+    if folder.run:
+        files = {info.file for info in folder.tensors.values()}
+        on_all_ranks(lambda: _verify(folder.path, folder.run, files, group_rank(), group_size()))
 
-    def check(file):
+
+def _verify(path, run, files, rank=0, n_ranks=1):
+    pieces = []
+    expected = []
+    for file in sorted(files):
+        end = 0
+        for entry in run["digests"].get(file, []):  # "1073741824 9f86d0...": where a piece ends, and its SHA-256
+            begin = end
+            end = int(entry.split()[0])
+            pieces.append(Piece(path / file, begin, end))
+            expected.append(entry.split()[1])
         require_file(path / file)
-        expected = run["digests"].get(file, [])
-        ends = [int(digest.split()[0]) for digest in expected]
-        if ends[-1:] != [(path / file).stat().st_size] or digests_of_file(path / file, ends) != expected:
-            raise Damaged(f"{path / file} is damaged: it is not what was saved")
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(check, sorted(files)[i::n] if run else ()))
+        if (path / file).stat().st_size != end:
+            raise Damaged(f"{path / file} is damaged: it is not as long as what was saved")
+    mine = pieces[rank::n_ranks]
+    for piece, found, digest in zip(mine, digests_of(mine), expected[rank::n_ranks], strict=True):
+        if found != digest:
+            raise Damaged(f"{piece.path} is damaged: it is not what was saved")
 
 
 def require_file(path: Path) -> None:
-    """Raise Damaged for anything but a regular file: opening a pipe would wait forever."""
     if not path.is_file():
-        problem = "is not a regular file" if path.exists() else "is missing: copy or fetch the whole folder"
-        raise Damaged(f"{path} {problem}")
+        raise Damaged(f"{path} is missing: copy or fetch the whole folder")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,15 +235,12 @@ def _open_folder(path, stems):
     run = read_run(path)
     adapted = run is not None and ADAPTED in run["digests"]
     small = {*TOKENIZER_FILES, "config.json", ADAPTED, *(f"{stem}.safetensors.index.json" for stem in stems)}
-    verify(path, run, small & run["digests"].keys() if run else ())  # also what sample.py will read
+    if run:
+        _verify(path, run, small & run["digests"].keys())  # also what sample.py will read
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
     if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):
         raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
-    scaling = config.get("rope_scaling")
-    if run and isinstance(scaling, dict) and scaling.get(STRETCHED) == config.get(POSITIONS):
-        # Older versions wrote, for weights from scratch, no other context than the one that RoPE is scaled from.
-        config.setdefault(CONTEXT, run.get("settings", {}).get("block_size"))
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
@@ -252,8 +252,6 @@ def _open_folder(path, stems):
             if run is None and stem == "model" and info.dtype not in WEIGHT_DTYPES:
                 raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
         tensors |= of_stem
-    if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
-        tensors[EMBEDDING] = tensors.pop(HEAD)
     return Folder(path, run, config, tensors, adapter)
 
 
@@ -264,28 +262,22 @@ def _tensors_of(path, stem):
     whole = f"{stem}.safetensors"
     index = path / f"{whole}.index.json"
     if (path / whole).exists():
-        _say_unread(path, whole)
-        tensors = _tensors_in(path, whole)
-    elif index.exists():
-        file_of = read_object(index).get("weight_map")
-        if not is_dict(lambda name: True, is_file_name)(file_of):
-            raise Damaged(f"{index} has no weight_map from tensor names to file names")
-        in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
-        lost = [name for name, file in file_of.items() if name not in in_file[file]]
-        if lost:
-            raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
-        tensors = {name: in_file[file][name] for name, file in file_of.items()}
-    else:
+        return _tensors_in(path, whole)
+    if not index.exists():
         only = "only whole models in .safetensors are read, and convert.py's"
         raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
-    return {inner: tensors[name] for inner, name in unwrapped_names(tensors, path).items()}
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
+        raise Damaged(f"{index} has no weight_map from tensor names to file names")
+    in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
+    lost = [name for name, file in file_of.items() if name not in in_file[file]]
+    if lost:
+        raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
+    return {name: in_file[file][name] for name, file in file_of.items()}
 
 
-@functools.cache  # once
-def _say_unread(folder, whole):
-    unread = sorted(file.name for file in folder.glob(whole.replace(".", "-*.")))
-    if unread:
-        print(f"{folder / whole} is read, but not {', '.join(unread):.200}", file=sys.stderr)
+def _is_file_name(name):
+    return isinstance(name, str) and name == os.path.basename(name)  # no file of another folder
 
 
 def _open_tensors(path):
@@ -302,7 +294,7 @@ def _open_tensors(path):
 def _tensors_in(path, file):
     opened = _open_tensors(path / file)
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    return {name: TensorInfo(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
 def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -336,31 +328,10 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     x = rows.tensor
     if len(x) == 0:
         return
-    saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
+    saved = _open_tensors(folder.path / info.file).get_slice(rows.name)[rows.first : rows.first + len(x)]
     if x.dtype != saved.dtype and not (x.is_floating_point() and saved.is_floating_point()):
         raise ValueError(f"{folder.path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
-    # aminmax gives NaN if any element is NaN
-    if folder.run is None and not torch.stack(saved.aminmax()).isfinite().all():
-        raise ValueError(f"{folder.path} has numbers in {rows.name} that are not finite")
     x.copy_(saved)
-
-
-def fingerprint(folder: Folder) -> str:
-    """A digest of each tensor's first row, shape and dtype, which tells one model from another.
-
-    Reads a few megabytes. Every rank must call it. Raises what reading raises.
-    """
-
-    def read():
-        sha256 = hashlib.sha256()
-        for name, info in sorted(folder.tensors.items()):
-            if info.shape:
-                row = _open_tensors(folder.path / info.file).get_slice(info.name)[:1].contiguous()
-                sha256.update(f"{name} {row.dtype} {info.shape} ".encode())
-                sha256.update(row.view(torch.uint8).numpy())
-        return sha256.hexdigest()
-
-    return from_rank_0(read)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,23 +356,21 @@ def read_weights(
         for rows in hf_rows(name, x, config, state)
     ]
     known = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states} | {HEAD}
-    skipped = re.compile(r"(lower_half|master)\..*|.*rotary_emb\.inv_freq")  # the latter: of old transformers
     more = [
         name
         for name, info in folder.tensors.items()
-        if name not in known and not skipped.fullmatch(name) and (tensors or not info.file.startswith("optimizer"))
+        if name not in known
+        and not name.startswith(("lower_half.", "master."))
+        and (tensors or not info.file.startswith("optimizer"))
     ]
     if more:
         raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
 
-    def read_as(dtype, name, state="", saved_as=None):
+    def read_as(dtype, name, state=""):
         x = torch.empty_like(parameters[name], dtype=dtype, device="cpu").detach()
-        for rows in hf_rows(saved_as or name, x, config, state):
+        for rows in hf_rows(name, x, config, state):
             read_rows(folder, rows)
         return local(x)
-
-    def check():
-        verify(folder.path, folder.run, {info.file for info in folder.tensors.values()}, group_rank(), group_size())
 
     def fill_all():
         for name in progress(list(parameters), f"reading {folder.path}"):
@@ -409,29 +378,24 @@ def read_weights(
                 weight = merge_halves(read_as(torch.bfloat16, name), read_as(torch.int16, name, master))
             else:
                 weight = read_as(torch.float32, name, master)
-            tied_head = name == "tok_embeddings.weight" and config.tie_embeddings and HEAD in folder.tensors
-            if tied_head and not torch.equal(weight, read_as(torch.float32, name, saved_as=HEAD)):
-                raise ValueError(f"{folder.path} has a separate {HEAD}, but config.json says tie_word_embeddings")
             put(name, weight)
         for rows in states:
             read_rows(folder, rows)
 
-    on_all_ranks(check)
     on_all_ranks(fill_all)
 
 
 def open_base(folder: Folder) -> Folder:
     """The folder of the base weights of a checkpoint of adapters. Every rank must call it.
 
-    It is where adapter_config.json says. ValueError if it is gone or another model.
+    It is where adapter_config.json says. ValueError if it is gone.
     """
     path = Path(folder.adapter["base_model_name_or_path"]).expanduser()
     advice = f"set base_model_name_or_path in {folder.path / 'adapter_config.json'} to the folder of their base"
     if not is_model(path):
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {advice}")
     base = open_folder(path)
-    if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
-        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {advice}")
+    verify(base)
     return base
 
 
@@ -468,12 +432,12 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     In float32 the weights are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
     adapters gives the model with its adapters (to merge them: lora.merge_lora) on the frozen weights in NF4, if the run
     had them so, else in dtype, even after training with fp8.
-    Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
-    OSError if it cannot be read now.
+    Raises ValueError if there is no model, or if it is damaged or of another architecture; OSError if unreadable.
     """
     path = newest_model(Path(path))
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
+    verify(folder)
     settings, _ = read_config(folder)
     base = open_base(folder) if folder.adapter else None
     check_sizes(base or folder, settings)
@@ -487,7 +451,4 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     if base:
         read_base(base, model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, weight: parameters[name].detach().copy_(weight))
-    for name, p in model.named_parameters():
-        if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():
-            raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: use bfloat16 or float32")
     return model

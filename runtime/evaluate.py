@@ -1,23 +1,18 @@
-"""How well a model predicts a file: python sample.py --evaluate FILE. The first row determines the metric:
+"""How well a model predicts a file: python sample.py --evaluate FILE.
 
-    {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
-    any format of data/chat/formats.py           mean log p of the answers' tokens, including their ends of turn
-    anything else is a text                      perplexity exp(-Σ log p / tokens), bits per byte -Σ log₂ p / bytes
+    a text                              perplexity exp(-Σ log p / tokens), bits per byte -Σ log₂ p / bytes
+    any format of data/chat/formats.py  mean log p of the answers' tokens, including their ends of turn
 
 A text is read in windows of `window` tokens that overlap by half. A window predicts only the tokens beyond the end of
 the previous one. So each token is predicted once, and all but those of the first half window from at least half a
 window of context. The first token follows the bos, or the end of another document if there is no bos.
 
-Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
-acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text, and the tokens after ctx's count.
-Rows with the activity_label, ctx_a and ctx_b of HellaSwag's own files are read as its task hellaswag reads them.
+For HellaSwag and the like: lm-evaluation-harness, which reads a checkpoint as a model of transformers.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,9 +31,8 @@ MOST_WINDOW = 4096  # the default: attention over 131,072 tokens takes a CPU hou
 
 
 @torch.no_grad()
-def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """For each row, the log p of its predicted tokens given all tokens before them (float64 on the CPU), and whether
-    every one of them is the likeliest token.
+def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[torch.Tensor]:
+    """For each row, the log p of its predicted tokens given all tokens before them, in float64 on the CPU.
 
     The model sees the end of a row longer than the context. ValueError if the tokens to predict do not fit into that.
     """
@@ -60,14 +54,12 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         predicted = torch.tensor([each + [False] * (longest - len(each)) for _, each in batch], device=device)[:, 1:]
         x = model.hidden(padded[:, :-1])[predicted]  # (N, C)
         targets = padded[:, 1:][predicted]  # (N,)
-        scores = []  # (n, 2) of each chunk: log p of the target, and of the likeliest token
+        scores = []  # of each chunk
         for x_chunk, targets_chunk in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = model.lm_head(x_chunk)
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            of_targets = log_p.gather(-1, targets_chunk[:, None])[:, 0]
-            scores.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
-        for of_row in torch.cat(scores).split(predicted.sum(1).tolist()):
-            yield of_row[:, 0], torch.equal(of_row[:, 0], of_row[:, 1])
+            scores.append(log_p.gather(-1, targets_chunk[:, None])[:, 0].double().cpu())
+        yield from torch.cat(scores).split(predicted.sum(1).tolist())
 
 
 def windows(ids: list[int], window: int) -> Iterator[Row]:
@@ -84,7 +76,7 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
 def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
     ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
     rows = list(windows(ids, min(window or MOST_WINDOW, model.config.block_size + 1)))
-    log_p = sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
+    log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
     n_tokens = len(ids) - 1
     n_bytes = len(text.encode())
     if not n_bytes:
@@ -102,7 +94,7 @@ def evaluate_answers(
 ) -> dict[str, str]:
     seen = Seen()
     rows = [encode_answers(tokenizer, text) for text in render_rows(items, tokenizer, refuse, seen)]
-    scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
+    scores = list(log_likelihoods(model, rows, batch_size))
     n_tokens = sum(map(len, scores))
     n_answer_tokens = f"{n_tokens:,} tokens of answers, ends of turn included"
     return {
@@ -111,59 +103,8 @@ def evaluate_answers(
     }
 
 
-def evaluate_choices(
-    model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
-) -> dict[str, str]:
-    rows = []
-    answers = []
-    for where, item in items:
-        ctx = field(where, item, "ctx", str)
-        endings = field(where, item, "endings", list)
-        label = item.get("label")
-        if item.keys() >= {"activity_label", "ctx_a", "ctx_b"}:
-            activity, first, last = (field(where, item, name, str) for name in ("activity_label", "ctx_a", "ctx_b"))
-            ctx = without_headings(f"{activity}: {first} {last.capitalize()}")
-            endings = [without_headings(ending) if isinstance(ending, str) else ending for ending in endings]
-        if not endings or not all(isinstance(ending, str) and ending for ending in endings):
-            raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
-        if str(label) not in map(str, range(len(endings))):  # some HellaSwag files have "2"
-            raise ValueError(f"{where} has {label!r} as label: expected a number below {len(endings)}")
-        n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks belong to the ending
-        # Without a ctx the ending's first token is predicted too: from the bos, or else the end of another document.
-        before = [] if ctx.strip() or tokenizer.bos is not None else begin_document(tokenizer, "")
-        for ending in endings:
-            ids = before + begin_document(tokenizer, f"{ctx} {ending}")
-            rows.append((ids, [i >= n_context for i in range(len(ids))]))
-        answers.append((endings, int(label)))
-    totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
-    right = 0
-    normalised = 0
-    for endings, label in answers:
-        log_p = [next(totals) for _ in endings]
-        by_length = [x / len(ending) for x, ending in zip(log_p, endings, strict=True)]
-        right += log_p.index(max(log_p)) == label
-        normalised += by_length.index(max(by_length)) == label
-    return {
-        "accuracy": f"{right / len(items):.4f} ({right:,} of {len(items):,})",
-        "accuracy, length-normalised": f"{normalised / len(items):.4f} ({normalised:,} of {len(items):,})",
-    }
-
-
-def without_headings(text: str) -> str:
-    """Remove the marks of HellaSwag's WikiHow half, such as [header], from a text. A [title] becomes a full stop."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
 def refuse(sentence: str) -> None:
     raise ValueError(sentence)
-
-
-def field(where: str, row: dict, name: str, kind: type) -> Any:
-    """The value of row[name]. ValueError if it is missing or of another type."""
-    value = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(value, kind):
-        raise ValueError(f"{where} has {value!r:.40} as {name}: expected a {kind.__name__}")
-    return value
 
 
 def evaluate_file(
@@ -176,6 +117,4 @@ def evaluate_file(
     rows = list(read_rows(path, format, refuse))
     if not rows:
         raise ValueError(f"{path} is empty")
-    if isinstance(rows[0][1], dict) and "endings" in rows[0][1]:
-        return evaluate_choices(model, tokenizer, rows, batch_size)
     return evaluate_answers(model, tokenizer, rows, batch_size)

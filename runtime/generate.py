@@ -7,15 +7,21 @@ Rows of different lengths start at the left of their caches and are padded on th
 the padding, and the next token overwrites it. So a row's text does not depend on its neighbours.
 """
 
+import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 import torch
 
+from data.chat.template import encode_prompt
+from data.loader import Blocks
+from data.tokenizer import doc_start_of, tokenizer_of
 from data.vocabulary import TextStream, Tokenizer
 from model import KVCache, Llama, rope_tables
 from runtime.device import CUDAGraph, send_to_cpu
+from runtime.distributed import print0, stop_on_error
+from runtime.hf import ADAPTED
 
 
 def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
@@ -32,20 +38,13 @@ def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
 def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]]) -> torch.Tensor:
     """Fill the caches with the prompts, in place of what they hold. Returns the logits (B, V) after each, in fp32."""
     device = caches[0].lengths.device
-    lengths = [len(prompt) for prompt in prompts]
-    different = list(dict.fromkeys(map(tuple, prompts)))  # a prompt that is sampled several times is read once
-    n = len(different)
-    rows = torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
-    tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     caches[0].lengths.zero_()
-    first_rows = [cache._replace(k=cache.k[:n], v=cache.v[:n], lengths=cache.lengths[:n]) for cache in caches]
-    x = model.hidden(tokens, caches=first_rows)  # (n, T, C)
-    if n < len(prompts):
-        for cache in caches:
-            cache.k.copy_(cache.k[rows])
-            cache.v.copy_(cache.v[rows])
-    caches[0].lengths.copy_(torch.tensor(lengths))
-    return model.lm_head(x[rows, caches[0].lengths - 1]).float()
+    x = model.hidden(tokens, caches=caches)  # (B, T, C)
+    caches[0].lengths.copy_(lengths)
+    return model.lm_head(x[torch.arange(len(prompts), device=device), caches[0].lengths - 1]).float()
 
 
 def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
@@ -173,43 +172,53 @@ def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> li
     return ids or [tokenizer.end_of_text]
 
 
-class RowText:
-    """The text of one row, from ids: whole characters, up to the first stop string or the row's end."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: Collection[str]):
-        self.stream = TextStream(tokenizer, prompt)
-        self.stop = stop
-        self.uncertain = ""  # perhaps the beginning of a stop string
-        self.ended = False
-
-    def add(self, token: int | None) -> str:
-        """Add an id, or None for the end of the row; return the text that has become certain."""
-        if self.ended:
-            return ""
-        self.ended = token is None
-        text = self.uncertain + (self.stream.end() if self.ended else self.stream.add(token))
-        stops = [text.find(stop) for stop in self.stop if stop in text]
-        if stops:
-            self.ended = True
-            return text[: min(stops)]
-        begun = [n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        n_certain = len(text) if self.ended else len(text) - max(begun, default=0)
-        self.uncertain = text[n_certain:]
-        return text[:n_certain]
-
-
 def generate_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    stop: Collection[str] = (),
-    **sampling,
+    model: Llama, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int, **sampling
 ) -> Iterator[list[str]]:
-    """Yield what each token of generate() adds to each row's text. stop: strings that end a row, and are left out."""
-    rows = [RowText(tokenizer, prompt, stop) for prompt in prompts]
+    """Yield what each token of generate() adds to each row's text: whole characters."""
+    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     for tokens in generate(model, prompts, max_new_tokens, eos=tokenizer.eos, **sampling):
-        yield [row.add(token) for row, token in zip(rows, tokens, strict=True)]
-        if all(row.ended for row in rows):
+        yield ["" if token is None else stream.add(token) for stream, token in zip(streams, tokens, strict=True)]
+    yield [stream.end() for stream in streams]
+
+
+class Sampler:
+    """The sample that train.py prints after each evaluation, with --sample_prompt.
+
+        sampler = Sampler("A cria is", train_data, hf_files)  # None as the prompt: show() prints nothing
+        sampler.show(model)                                   # how it continues or, if trained on chats, its answer
+
+    The text is that of sample.py with the same prompt, seed and number of tokens. It comes from a generator of its own:
+    training does not change.
+    """
+
+    @stop_on_error()
+    def __init__(self, prompt: str | None, data: Blocks, hf_files: dict[str, bytes]):
+        """hf_files: of the run's checkpoints; config.json says what precedes a prompt.
+
+        It ends the run if the data's tokenizer cannot be read or, for chats, its template refuses the prompt.
+        """
+        self.prompt = prompt
+        if prompt is None:
             return
-    yield [row.add(None) for row in rows]
+        self.is_chat = bool(data.tokens.masks)
+        try:
+            self.tokenizer = tokenizer_of(data.tokens.folder)
+        except ImportError as error:
+            raise ValueError(f"sample_prompt needs the data's tokenizer: {error}") from error
+        if self.tokenizer.bos is None:
+            self.tokenizer.bos = doc_start_of(json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
+        if self.is_chat:
+            self.ids = encode_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
+        else:
+            self.ids = begin_document(self.tokenizer, prompt, special=True)
+
+    def show(self, model: Llama) -> None:
+        if self.prompt is None:
+            return
+        generator = torch.Generator(model.tok_embeddings.weight.device).manual_seed(1337)
+        # No CUDA graph: its memory could be that of training's graphs.
+        options = dict(temperature=0.8, generator=generator, cuda_graph=False)  # sample.py's
+        parts = generate_text(model, self.tokenizer, [self.ids], 64, **options)
+        text = self.prompt + "\n" * self.is_chat + "".join(part for (part,) in parts)
+        print0("sample    " + text.replace("\n", "\n" + " " * 10))

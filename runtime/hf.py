@@ -7,7 +7,7 @@ peft's names.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +34,7 @@ WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matric
 # Names of parameters that you add, such as "mlp.gain.weight": checkpoints have them, the weights that a run begins with
 # may lack them. With any, config.json has another model_type, so that other software refuses the checkpoint.
 OWN = set()
-PUBLISHED = {name for names in WEIGHTS.values() for name in names}
-PUBLISHED |= {name.replace("weight", "bias") for name in PUBLISHED if "_proj" in name}
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # torch.compile's, DDP's, ...
 
 ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
@@ -61,7 +58,6 @@ DEFAULTS = {
 }  # fmt: skip
 LLAMA = {  # the values, in config.json, of what model.py computes in only one way
     "attention_bias": [None, False], "mlp_bias": [None, False], "quantization_config": [None],
-    "transformers_weights": [None],
 }  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -86,25 +82,9 @@ def hf_names(name: str) -> list[str]:
         weights = hf_names(f"{part}.weight")
         return [f"base_model.model.{weight.removesuffix('weight')}{ADAPTERS[adapter]}" for weight in weights]
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
-    if rest in OWN & PUBLISHED - WEIGHTS.keys():
-        raise ValueError(f"{name} would be another parameter in Hugging Face's Llama: rename it in model.py and in OWN")
     if rest not in WEIGHTS.keys() | OWN:
         raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to OWN in runtime/hf.py")
     return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in WEIGHTS.get(rest, [rest])]
-
-
-def unwrapped_names(names: Iterable[str], path: Path) -> dict[str, str]:
-    """{the name in the model: the name in the file} for parameters of which some modules, or all, were wrapped.
-
-    Raises ValueError if two names become one. path: of the file or folder.
-    """
-    unwrapped = {}
-    for name in names:
-        inner = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        if inner in unwrapped:
-            raise ValueError(f"{path} has both {unwrapped[inner]!r:.200} and {name!r:.200}: keep one of them")
-        unwrapped[inner] = name
-    return unwrapped
 
 
 def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:

@@ -13,13 +13,6 @@ from runtime.distributed import all_reduce_max, local_world_size, stop
 
 uncounted_bytes = 0  # GPU memory outside PyTorch's allocator: symmetric memory, added by copy_engines.py
 
-# Controllers in a line of /proc/self/cgroup -> their folder, the files that hold limit and usage, the cache's name in
-# memory.stat.
-CGROUPS = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
 
 def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes of CPU memory that are free or can be freed; inf if the system does not say.
@@ -34,20 +27,13 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     available = math.inf
     with contextlib.suppress(OSError, ValueError, StopIteration):  # not Linux
         available = 1024 * number(proc / "meminfo", "MemAvailable:")
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for _, controllers, group in (line.split(":", 2) for line in lines):
-        named = "memory" if "memory" in controllers.split(",") else controllers
-        if named not in CGROUPS:
-            continue
-        place, limit, used, cache = CGROUPS[named]
-        folder = cgroups / place / group.strip("/")
-        while folder.is_relative_to(cgroups / place):  # a limit holds for all groups inside
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # no control group, or of version 1
+        group = next(line[3:] for line in (proc / "self" / "cgroup").read_text().splitlines() if line.startswith("0::"))
+        folder = cgroups / group.strip("/")
+        while folder.is_relative_to(cgroups):  # a limit holds for all groups inside
             with contextlib.suppress(OSError, ValueError, StopIteration):  # no such file, or the limit is 'max'
-                free = int((folder / limit).read_text()) - int((folder / used).read_text())
-                available = min(available, free + number(folder / "memory.stat", cache))
+                free = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+                available = min(available, free + number(folder / "memory.stat", "inactive_file"))
             folder = folder.parent
     return available
 
@@ -84,24 +70,3 @@ def let_segments_grow() -> None:
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def record_history() -> None:
-    """Record every allocation and the Python code that made it. Does nothing without a GPU.
-
-    Records Python frames only, and no frees: 2 us each. Keeps the last 100,000, several KB each when written.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
-
-
-def stop_history() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def dump(path: str | Path) -> None:
-    """Write the history since record_history(), for https://pytorch.org/memory_viz, which uploads nothing."""
-    if torch.cuda.is_available():
-        Path(path).unlink(missing_ok=True)  # it may be a link
-        torch.cuda.memory._dump_snapshot(str(path))

@@ -1,7 +1,7 @@
 """Where a run starts: from its newest checkpoint, from published weights, or from random weights (scratch).
 
     lock_file = claim(out_dir)                                    # one run at a time, one folder for all ranks
-    start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None
+    start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None: open
     check_start(start, out_dir, config, settings, dataset)        # before the model is built
     start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
 
@@ -9,7 +9,6 @@ Each ends the run with a sentence if it cannot go on. Every rank must call them.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import time
@@ -34,7 +33,6 @@ from runtime.checkpoint import (
     Folder,
     check_sizes,
     checkpoints,
-    fingerprint,
     is_model,
     newest,
     open_base,
@@ -42,6 +40,7 @@ from runtime.checkpoint import (
     read_base,
     read_file,
     read_weights,
+    verify,
 )
 from runtime.distributed import (
     all_reduce_max,
@@ -57,7 +56,6 @@ from runtime.distributed import (
 from runtime.hf import ADAPTED, OWN, hf_names, read_config, write_adapter_config, write_config
 from runtime.save import lock_out_dir, mark_damaged
 
-REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "quantize_base")
 STATE_SETTINGS = ("optimizer", "optimizer_bits", "galore_rank", *ADAPTER_SETTINGS)  # a checkpoint's tensors depend on
@@ -98,60 +96,79 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 # Where to start
 
 
-def find_start(out_dir: str, init_from: str) -> Path | None:
-    """The checkpoint to resume from, the folder of weights to start with, or None for scratch."""
+def find_start(out_dir: str, init_from: str) -> Folder | None:
+    """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch."""
     checkpoint = newest_for_all_ranks(out_dir)
     if checkpoint:  # check_start() compares what init_from names with what that run began with
         is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
         if init_from == "scratch" and not is_restart:
             advice = "--init_from=resume continues it, or name another --out_dir"
             stop(f"{checkpoint} is left from an earlier run: {advice}")
-        return checkpoint
+        return newest_undamaged(out_dir)
     if init_from == "resume":
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
     if init_from in NO_FOLDERS:
         return None
     path = Path(init_from).expanduser()
-    start = path if is_model(path) else newest_for_all_ranks(path)
-    if start is None:
+    path = path if is_model(path) else newest_for_all_ranks(path)
+    if path is None:
         expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-        stop(f"{path} holds no weights: init_from is {expected}. {how_to_fetch(path)}")
-    return start
+        stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
+    with stop_on_error():
+        folder = open_folder(path)
+        verify(folder)
+        return folder
 
 
-def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
+def newest_undamaged(out_dir: str) -> Folder:
+    """Open the newest checkpoint that is what was saved. Those that are not are renamed; the last one ends the run."""
+    start_time = time.perf_counter()
+    while True:
+        path = newest_for_all_ranks(out_dir)
+        try:
+            folder = open_folder(path, ("model", "optimizer"))
+            if folder.run is None:
+                raise Damaged(f"{path / 'run.json'} is missing")
+            verify(folder)
+            return folder._replace(seconds=time.perf_counter() - start_time)
+        except Damaged as error:
+            if len(from_rank_0(lambda: checkpoints(out_dir))) == 1:
+                # It keeps its name, so that no new run starts in its folder.
+                stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
+            print0(f"{path} is damaged: {error}. Falling back to the previous one")
+            from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
+        except (OSError, ValueError) as error:
+            stop(str(error))
+
+
+def model_settings(start: Folder | None, named: set[str]) -> dict:
     """The model settings of find_start()'s result, except those in `named`, which check_start() compares. So a config
     for finetuning fits any Llama, and a resume needs no init_from. vocab_size comes from the dataset.
     """
-    folder = init_from if init_from not in NO_FOLDERS else None
-    for path in filter(None, (start, folder)):  # the folder serves if the checkpoint is damaged
-        with contextlib.suppress(OSError, ValueError):  # check_start() or restore() will report what is wrong
-            model, _ = read_config(open_folder(Path(path).expanduser()))
-            return {name: model[name] for name in MODEL_SETTINGS if name in model.keys() - named - {"vocab_size"}}
-    return {}
+    if start is None:
+        return {}
+    with stop_on_error():
+        model, _ = read_config(start)
+        return {name: model[name] for name in MODEL_SETTINGS if name not in named and name != "vocab_size"}
 
 
-def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
-    """End the run if its model or data do not match find_start()'s result.
-
-    A damaged checkpoint of out_dir passes: restore() falls back to the previous one.
-    """
+def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
+    """End the run if its start, model, data or what its states depend on are not those of find_start()'s result."""
     if start is None:
         if settings["lora_rank"]:
             stop("lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER")
         return
-    resumes = _is_checkpoint_of(start, out_dir)
-    try:
-        folder = _open_checkpoint(start) if resumes else open_folder(start)
-        _require_fit(folder, resumes, config, settings, dataset)
-        check_sizes(_base_of(folder, settings) or folder, read_config(folder)[0])
-    except (OSError, ValueError) as error:
-        if not (isinstance(error, Damaged) and resumes):
-            stop(str(error))
+    with stop_on_error():
+        resumes = _is_checkpoint_of(start, out_dir)
+        if resumes:
+            _require_same_start(start, settings["init_from"])
+        _require_same_tokenizer(start, resumes, settings, dataset)
+        _require_same_settings(start, resumes, config, settings)
+        check_sizes(_base_of(start, settings) or start, read_config(start)[0])
 
 
 def _is_checkpoint_of(start, out_dir):
-    return start.parent == Path(out_dir) and start.name.startswith("step_")
+    return start.path.parent == Path(out_dir) and start.path.name.startswith("step_")
 
 
 def _base_of(folder: Folder, settings) -> Folder | None:
@@ -161,26 +178,8 @@ def _base_of(folder: Folder, settings) -> Folder | None:
     return folder if settings["lora_rank"] else None
 
 
-def _open_checkpoint(path: Path) -> Folder:
-    folder = open_folder(path, ("model", "optimizer"))
-    if folder.run is None:
-        raise Damaged(f"{path / 'run.json'} is missing")
-    missing = (REQUIRED - folder.run.keys()) or (set(STATE_SETTINGS) - folder.run["settings"].keys())
-    if missing:
-        raise ValueError(f"{path} is not a checkpoint of this version: its run.json lacks {', '.join(sorted(missing))}")
-    return folder
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Does it fit?
-
-
-def _require_fit(folder: Folder, resumes: bool, config: LlamaConfig, settings: dict, dataset: dict) -> None:
-    """End the run if its start, tokenizer, model or what its states depend on are not those of the folder."""
-    if resumes:
-        _require_same_start(folder, settings["init_from"])
-    _require_same_tokenizer(folder, resumes, settings, dataset)
-    _require_same_settings(folder, resumes, config, settings)
 
 
 def _require_same_start(folder, init_from):
@@ -218,9 +217,6 @@ def _require_same_settings(folder, resumes, config, settings):
     for name in STATE_SETTINGS if resumes else more:
         was[name] = folder.run["settings"][name]
         now[name] = settings[name]
-    if not resumes and config.block_size > was["block_size"]:
-        context = f"the {was['block_size']:,} tokens of {folder.path}'s context"
-        print0(f"block_size {config.block_size:,} exceeds {context}")
     differing = [name for name in now if was[name] != now[name]]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
@@ -232,26 +228,24 @@ def _require_same_settings(folder, resumes, config, settings):
 # Start
 
 
-def restore(start: Path | None, out_dir: str, model: Llama, optimizer, run_info: dict) -> tuple[dict, dict[str, bytes]]:
+def restore(
+    start: Folder | None, out_dir: str, model: Llama, optimizer, run_info: dict
+) -> tuple[dict, dict[str, bytes]]:
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
     run_info: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns the
     checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other files of a checkpoint:
-    config.json and tokenizer files by name. Ends the run if the checkpoint or the weights belong to another model or
-    tokenizer, or cannot be read.
+    config.json and tokenizer files by name. Ends the run if the weights cannot be read.
     """
-    try:
+    with stop_on_error():
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, model, optimizer, run_info)
+            return _resume(start, model, optimizer, run_info)
         return _begin(start, model, optimizer, run_info)
-    except (OSError, ValueError) as error:
-        stop(str(error))
 
 
-def _begin(start, model, optimizer, run_info):
+def _begin(folder, model, optimizer, run_info):
     """restore() from published weights or another run, or from random weights."""
     settings = run_info["settings"]
-    folder = start and open_folder(start)
     base = folder and _base_of(folder, settings)
     if base:
         read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
@@ -263,11 +257,9 @@ def _begin(start, model, optimizer, run_info):
                 del parameters[name]
         read_weights(folder, parameters, model.config, optimizer.set_weight)
     if folder:
-        print0(f"begins    with the weights of {start}")
+        print0(f"begins    with the weights of {folder.path}")
     elif "train_targets" in run_info["dataset"]:  # conversations
         print0("begins    with random weights: --init_from=FOLDER takes published ones")
-    if base and base.run and newest(base.path.parent):
-        print0(f"          keep {base.path}, which its run may delete: the adapters are useless without it")
     for name in optimizer.parameters if settings["keep_last"] else ():
         hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
     init_from = _absolute(settings["init_from"]) if folder else settings["init_from"]
@@ -275,37 +267,25 @@ def _begin(start, model, optimizer, run_info):
     return start_state, _hf_files_of(folder, base, model.config, run_info)
 
 
-def _resume(out_dir, model, optimizer, run_info):
-    """restore() from the newest undamaged checkpoint. Damaged ones are renamed."""
+def _resume(folder, model, optimizer, run_info):
+    """restore() from a checkpoint of this run."""
     start_time = time.perf_counter()
     settings = run_info["settings"]
+    run = folder.run
     length = "--epochs" if settings["epochs"] else "--max_iters"
-    while True:
-        path = newest_for_all_ranks(out_dir)
-        try:
-            folder = _open_checkpoint(path)
-            run = folder.run
-            _require_fit(folder, True, model.config, settings, run_info["dataset"])
-            if run["step"] > settings["max_iters"] and not settings["eval_only"]:
-                stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise {length}, or name another --out_dir")
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, optimizer.tensors())
-            break
-        except Damaged as error:
-            if len(from_rank_0(lambda: checkpoints(out_dir))) == 1:
-                # It keeps its name, so that no new run starts in its folder.
-                stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
-            print0(f"{path} is damaged: {error}. Falling back to the previous one")
-            from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
+    if run["step"] > settings["max_iters"] and not settings["eval_only"]:
+        stop(f"{folder.path} is beyond max_iters, {settings['max_iters']}: raise {length}, or name another --out_dir")
+    read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, optimizer.tensors())
     base = _base_of(folder, settings)
     if base:
         read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
     hf_files = _hf_files_of(folder, base, model.config, run_info)
     optimizer.load_counters(run)
     changed = _changes(run, run_info)
-    print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
+    print0(f"resumes   {folder.path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0(f"nothing left to train: raise {length}, or name another --out_dir for a new run")
-    seconds = time.perf_counter() - start_time
+    seconds = folder.seconds + time.perf_counter() - start_time
     return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
 
 
@@ -369,6 +349,5 @@ def _hf_files_of(folder, base, config, run_info):
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
         files["adapter_config.json"] = to_json(adapter)
-        # Not config.json: next to it transformers would expect a whole model.
-        files[ADAPTED] = to_json(json.loads(files.pop("config.json")) | {"nanocria_base": fingerprint(base)})
+        files[ADAPTED] = files.pop("config.json")  # next to that transformers would expect a whole model
     return files

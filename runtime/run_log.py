@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -16,7 +15,7 @@ from time import perf_counter, time
 
 import torch
 
-from data.files import atomic_write, display_path, open_to_write, read_small, write_json
+from data.files import atomic_write, display_path, open_to_write, write_json
 from data.loader import Blocks
 from model import Llama
 from runtime import memory_stats
@@ -37,15 +36,11 @@ from runtime.memory import RunShape, peak_gib
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def git(root: Path = ROOT) -> list[str]:
-    """git on a folder's own repository or worktree: not on one that encloses it, nor on the one that GIT_DIR names."""
-    return ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-
-
-def git_commit(root: Path = ROOT) -> str:
-    command = [*git(root), "describe", "--always", "--dirty"]
+def git_commit() -> str:
+    # of this repository, not of one around it
+    command = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
     try:
-        return subprocess.check_output(command, cwd=root, stderr=subprocess.DEVNULL, text=True).strip()
+        return subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
         return "unknown"
 
@@ -150,7 +145,7 @@ class RunLog:
 
         on_not_finite: called after a line whose mean loss or gradient norm is not finite, with its step and these two.
         Steps after the checkpoint run again, so their lines are dropped, and so is a line that a killed run left
-        unfinished. Without a checkpoint, the previous run's lines move to metrics.jsonl.old.
+        unfinished.
         """
         self.first_step = first_step
         self.on_not_finite = on_not_finite
@@ -159,12 +154,9 @@ class RunLog:
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
-        if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
-            old = path.rename(path.with_name("metrics.jsonl.old"))
-            print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
         with atomic_write(path) as file:
             for metrics in read_metrics(path):
-                if metrics["step"] <= first_step:
+                if first_step and metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
         self.file = open_to_write(path, "a")
         if settings is not None:
@@ -176,10 +168,7 @@ class RunLog:
         options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
         path = self.out_dir / "wandb_id"
         if first_step and path.exists():
-            run_id = read_small(path, limit=100).decode("latin1")
-            if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
-                raise ValueError(f"{path} holds no wandb run's id: remove it, and this run gets a new one")
-            options |= {"id": run_id, "resume": "allow"}
+            options |= {"id": path.read_text(), "resume": "allow"}
         try:
             import wandb
 

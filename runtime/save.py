@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, read_run
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, pieces_of, read_run
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -48,10 +47,8 @@ from runtime.distributed import (
 from runtime.hf import Rows, hf_rows
 
 PAUSES = "training will pause while a checkpoint is written"
-FILE_BYTES = 5 * 10**9  # maximum for one .safetensors, Hugging Face's
 DTYPE_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8",
 }  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -61,7 +58,7 @@ DTYPE_NAMES = {
 class Saver:
     """Writes checkpoints in the background, while training continues.
 
-        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, keep_best, async_save)
+        saver = Saver(out_dir, optimizer, config, hf_files, keep_last, keep_best, async_save)
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
@@ -78,7 +75,6 @@ class Saver:
     def __init__(
         self,
         out_dir: str,
-        lock_file: TextIO | None,
         optimizer,
         config: LlamaConfig,
         hf_files: dict[str, bytes],
@@ -89,7 +85,6 @@ class Saver:
         timeout: float = 600.0,
     ):
         self.out_dir = Path(out_dir)
-        self.lock_file = lock_file  # rank 0's; None if nothing will be saved
         self.optimizer = optimizer
         self.config = config
         self.hf_files = hf_files
@@ -182,7 +177,6 @@ class Saver:
         partial = path.with_name(path.name + ".partial")
         if copied is not None:
             copied.synchronize()
-        from_rank_0(self._keep_lock, self.group)
         from_rank_0(lambda: remove_partial(self.out_dir), self.group)
         try:
             rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
@@ -192,12 +186,6 @@ class Saver:
             from_rank_0(lambda: remove_partial(self.out_dir), self.group)
             raise
         return path, from_rank_0(lambda: remove_old(self.out_dir, self.keep_last, self.keep_best), self.group)
-
-    def _keep_lock(self):
-        """Lock out_dir again if it has been deleted. OSError if another run has begun there since."""
-        path = self.out_dir / ".lock"
-        if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(self.lock_file.fileno())):
-            self.lock_file = lock_out_dir(self.out_dir)
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +235,7 @@ def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
 
 def write_folder(
     folder: Path,
-    tensors: dict[str, Iterable[Rows]],
+    tensors: dict[str, list[Rows]],
     hf_files: dict[str, bytes],
     run: dict,
     group: dist.ProcessGroup | None = None,
@@ -257,33 +245,40 @@ def write_folder(
     tensors: keyed by their file, "model" or "optimizer". hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
-    parts = {}
-    for stem, rows in tensors.items():
-        of_stem = _files_of(stem, rows)
-        parts |= of_stem
-        hf_files = hf_files | {f"{stem}.safetensors.index.json": _index(of_stem)}
+    rank = group_rank(group)
+    n_ranks = group_size(group)
+    headers = {folder / f"{stem}.safetensors": _header(rows) for stem, rows in tensors.items()}
+    model = min(tensors)  # "model" or "adapter_model", before "optimizer"
+    hf_files = hf_files | {f"{model}.safetensors.index.json": _index(f"{model}.safetensors", tensors[model])}
 
     def create():
         shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
         folder.mkdir(parents=True)
         for name, content in hf_files.items():
             _write_file(folder / name, content)
-        for name, rows in parts.items():
-            header, _, n_bytes = _header(rows)
-            _write_file(folder / name, header, n_bytes)
+        for path, (header, _, n_bytes) in headers.items():
+            _write_file(path, header, n_bytes)
 
     from_rank_0(create, group)
-    for name, rows in parts.items():  # one by one: a rank that still writes is waited for, one that hangs is not
-        on_all_ranks(lambda name=name, rows=rows: _write_rows(folder / name, rows), group)
-    mine = list(parts)[group_rank(group) :: group_size(group)]
-    digests = on_all_ranks(lambda: digests_of(folder, mine), group)
+    for path, rows in zip(headers, tensors.values(), strict=True):
+        begins = headers[path][1]
+        on_all_ranks(lambda path=path, rows=rows, begins=begins: _write_rows(path, rows, begins), group)
+    pieces = [piece for path, (_, _, n_bytes) in headers.items() for piece in pieces_of(path, n_bytes)]
+    digests_of_ranks = [on_all_ranks(lambda: digests_of(pieces[rank::n_ranks]), group)]
     if dist.is_initialized():
-        of_ranks = [None] * group_size(group)
-        dist.all_gather_object(of_ranks, digests, group)
-        digests = {name: of_rank[name] for of_rank in of_ranks for name in of_rank}
+        digests_of_ranks *= n_ranks
+        dist.all_gather_object(digests_of_ranks, digests_of_ranks[0], group)
 
     def finish():
-        content = json.dumps(run | {"digests": digests | digests_of(folder, hf_files)})
+        small = [piece for name in hf_files for piece in pieces_of(folder / name, len(hf_files[name]))]
+        digests = digests_of(small)
+        in_order = [""] * len(pieces)
+        for i, of_rank in enumerate(digests_of_ranks):
+            in_order[i::n_ranks] = of_rank
+        by_file = {}
+        for piece, digest in zip(small + pieces, digests + in_order, strict=True):
+            by_file.setdefault(piece.path.name, []).append(f"{piece.end} {digest}")
+        content = json.dumps(run | {"digests": by_file})
         finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON
         finite["digest"] = digest_of_run(finite)
         _write_file(folder / "run.json", json.dumps(finite, indent=2).encode() + b"\n")
@@ -295,26 +290,11 @@ def _n_bytes(rows):
     return math.prod(rows.shape) * rows.dtype.itemsize
 
 
-def _files_of(stem, tensors):
-    """These tensors' rows by file name, in files of at most FILE_BYTES."""
-    groups = [[]]
-    n_bytes = 0
-    for rows in tensors:
-        if groups[-1] and n_bytes + _n_bytes(rows) > FILE_BYTES:
-            groups.append([])
-            n_bytes = 0
-        groups[-1].append(rows)
-        n_bytes += _n_bytes(rows)
-    if len(groups) == 1:
-        return {f"{stem}.safetensors": groups[0]}
-    return {f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
-
-
-def _index(files):
-    """Hugging Face's index. A single file gets one too: without it vLLM would read optimizer.safetensors as weights."""
-    total = sum(_n_bytes(rows) for of_file in files.values() for rows in of_file)
-    file_of = {rows.name: file for file, of_file in files.items() for rows in of_file}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2).encode()
+def _index(file, tensors):
+    """Hugging Face's index, also of a single file: without it vLLM would read optimizer.safetensors as weights."""
+    total = sum(map(_n_bytes, tensors))
+    weight_map = {rows.name: file for rows in tensors}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
 def _header(tensors):
@@ -347,9 +327,8 @@ def _write_file(path, content, n_bytes=0):
         os.fsync(file.fileno())
 
 
-def _write_rows(path, tensors):
-    """Write this rank's rows of one file."""
-    _, begins, _ = _header(tensors)
+def _write_rows(path, tensors, begins):
+    """Write this rank's rows of one file. begins: at which byte each tensor begins."""
     with open(path, "r+b") as file:
         for rows in tensors:
             if rows.writes:
@@ -400,24 +379,18 @@ def _sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if there is one. Rename it first: a half-deleted one must not look complete. If it is a link
-    because the user moved the files elsewhere, they stay.
+    """Delete a checkpoint, if there is one. Rename it first: a half-deleted one must not look complete. Of a link, to
+    where the user moved the files, only the name goes.
     """
     if os.path.lexists(path):
-        delete(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")))
-
-
-def delete(path: Path) -> None:
-    """Delete a folder, or a link, not what it names. A leftover that cannot be deleted does no harm."""
-    shutil.rmtree(path, ignore_errors=True)  # no-op for a link
-    if path.is_symlink():
-        path.unlink()
+        renamed = path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial"))
+        shutil.rmtree(renamed, ignore_errors=True)  # what cannot be deleted does no harm
 
 
 def remove_partial(out_dir: Path) -> None:
     """Delete what a run left that was killed while it saved or deleted a checkpoint."""
     for path in out_dir.glob("step_*.partial"):
-        delete(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:

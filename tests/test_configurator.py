@@ -125,7 +125,7 @@ REFUSED = [
     (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
     (["--below=4"], "Unknown setting below. --help lists them all"),  # assigned below the call
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
-    (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
+    (["batch_size=3"], "there is no config file batch_size=3 (a .py file)"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r}")

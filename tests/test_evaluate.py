@@ -1,4 +1,4 @@
-"""sample.py --evaluate against transformers on the same files, item by item, without padding."""
+"""sample.py --evaluate against transformers on the same files, item by item, without padding; a model's context."""
 
 import json
 import math
@@ -11,13 +11,11 @@ import transformers
 import convert
 from data.chat.prepare import prepare as chat_prepare
 from data.tokenizer import get_tokenizer, tokenizer_of
-from runtime import evaluate
 from runtime.checkpoint import load_model, newest
 from runtime.evaluate import evaluate_file, log_likelihoods
 from runtime.generate import begin_document
 from tests.published import SCALING, edit_config, publish, publish_chat_model
 from tests.runs import prose
-from tests.test_tokenizer_files import write_hf_folder
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -32,75 +30,6 @@ def theirs(hf, ids, n_context):
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_choices_are_those_of_transformers(tmp_path):
-    hf = publish(tmp_path)
-    tokenizer = get_tokenizer("bytes")
-    items = []
-    model = load_model(tmp_path)
-    tokenizer.bos = 256
-    right = 0
-    normalised = 0
-    scores = []
-    rows = []
-    for i in range(24):
-        ctx = prose(i, 3 + i % 5)
-        label = i % 4
-        texts = [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)]
-        items.append({"ctx": ctx, "endings": texts, "label": label})
-        context = [256, *tokenizer.encode(ctx)]
-        endings = [tokenizer.encode(f" {text}") for text in texts]
-        log_p = [theirs(hf, context + ending, len(context)).sum().item() for ending in endings]
-        scores += log_p
-        rows += [(context + ending, [False] * len(context) + [True] * len(ending)) for ending in endings]
-        by_length = [x / len(ending[1:]) for x, ending in zip(log_p, endings, strict=True)]
-        right += log_p.index(max(log_p)) == label
-        normalised += by_length.index(max(by_length)) == label
-    ours = [log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size=7)]
-    assert max(abs(a - b) / abs(b) for a, b in zip(ours, scores, strict=True)) < 1e-6
-    found = evaluate_file(model, tokenizer, write_jsonl(tmp_path / "val.jsonl", items))
-    assert found == {
-        "accuracy": f"{right / 24:.4f} ({right} of 24)",
-        "accuracy, length-normalised": f"{normalised / 24:.4f} ({normalised} of 24)",
-    }
-    assert right != normalised
-
-
-def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_them(tmp_path, monkeypatch):
-    """The same text, and the same lengths of the cleaned endings: here the longest wins."""
-    texts = []
-    tokenizer = get_tokenizer("bytes")
-
-    def score(model, rows, batch_size):
-        split = [predicted.index(True) for _, predicted in rows]
-        texts.extend(
-            (tokenizer.decode(ids[:n]), tokenizer.decode(ids[n:])) for (ids, _), n in zip(rows, split, strict=True)
-        )
-        return ((torch.tensor([-8.0]), False) for _ in rows)
-
-    monkeypatch.setattr(evaluate, "log_likelihoods", score)
-    row = {"activity_label": "Roofing", "ctx_a": "[header] How to nail [title] Take one. [step] Do", "ctx": "another"}
-    row |= {"ctx_b": "a MAN [step]", "endings": ["[substeps] 釘釘釘釘釘. ", "longer than that"], "label": "1"}
-    found = evaluate_file(None, tokenizer, write_jsonl(tmp_path / "val.jsonl", [row]))
-    ctx = "Roofing: How to nail. Take one. Do A man"
-    assert texts == [(ctx, "   釘釘釘釘釘."), (ctx, "  longer than that")]
-    assert found["accuracy, length-normalised"] == "1.0000 (1 of 1)"
-
-
-def test_an_ending_behind_no_context_follows_a_document(monkeypatch):
-    tokenizer = get_tokenizer("bytes")
-    rows = []
-
-    def score(model, new_rows, batch_size):
-        rows.extend(new_rows)
-        return ((torch.ones(1), False) for _ in new_rows)
-
-    monkeypatch.setattr(evaluate, "log_likelihoods", score)
-    for tokenizer.bos in (None, 65):
-        evaluate.evaluate_choices(None, tokenizer, [("", {"ctx": "", "endings": ["a", "b"], "label": 0})], 1)
-        first = tokenizer.end_of_text if tokenizer.bos is None else 65
-        assert rows[-1] == ([first, *b" b"], [False, True, True])
 
 
 @pytest.mark.parametrize("window", [None, 50, 2])
@@ -156,7 +85,6 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
     cases = {
         "": "x.jsonl is empty",
         '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
-        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
         '{"prompt": "a", "completion": "' + "b" * 500 + '"}': "the model's context has 128",
     }
     for content, expected in cases.items():
@@ -165,71 +93,6 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
         assert expected in said and not out, f"{said}, expected {expected}"
     none = tmp_path / "none.txt"
     assert sample(**settings | {"evaluate": none})[1] == f"[Errno 2] No such file or directory: '{none}'"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# lm-evaluation-harness: its own class for transformers is the reference
-
-
-def publish_with_tokenizer(folder, **tokenizer):
-    write_hf_folder(folder, **tokenizer)
-    publish(folder, None, vocab_size=304, bos_token_id=1, eos_token_id=3)
-
-
-def publish_without_bos(folder):
-    publish_chat_model(folder, tie_word_embeddings=False, ascii_only=True)
-    path = folder / "generation_config.json"  # answers end at <|endoftext|>, too
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [258, 256]}))
-
-
-PUBLISHED = {
-    "without bos": publish_without_bos,
-    "with bos": lambda folder: publish_with_tokenizer(folder, bos="<s>"),
-    "a bos that is not added": lambda folder: publish_with_tokenizer(folder, bos_token="<s>"),
-    "bos is the end of text": lambda folder: publish_with_tokenizer(folder, bos="<|endoftext|>"),
-}
-
-
-def assert_equals_the_harness(folder):
-    """All three kinds of requests, on texts below and beyond the context, and texts that begin with special tokens."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from runtime.lm_eval import Nanocria
-
-    reference = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
-    ours = Nanocria(str(folder), batch_size=3, device="cpu", dtype="float32")
-    assert (ours.prefix_token_id, ours.eot_token_id) == (reference.prefix_token_id, reference.eot_token_id)
-
-    def both(kind, *arguments):
-        requests = [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
-        return (getattr(lm, kind)(requests, disable_tqdm=True) for lm in (ours, reference))
-
-    long = prose(3, 150)
-    with_bos = reference.tokenizer.decode(reference.prefix_token_id) + "the <|im_end|> of"
-    pairs = [("the of", " and"), ("the of ", "and it"), ("", " and of"), (long, " and"), (with_bos, " of")]
-    found, expected = both("loglikelihood", *pairs)
-    assert [log_p for log_p, _ in found] == pytest.approx([log_p for log_p, _ in expected], abs=1e-4)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    found, expected = both("loglikelihood_rolling", (long,), ("the",), ("",), (with_bos,))
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-4)
-    settings = [{"max_gen_toks": 12, "until": ["e", "\n\n"]}, {"max_new_tokens": 9, "do_sample": False}]
-    asked = [(text, each) for text in ("the of", with_bos, long) for each in settings]
-    found, expected = both("generate_until", *asked)
-    assert found == expected and len(set(found)) > 2
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_lm_eval_gives_the_numbers_and_answers_of_the_harness_for_published_weights(tmp_path, kind):
-    PUBLISHED[kind](tmp_path / "hf")
-    assert_equals_the_harness(tmp_path / "hf")
-
-
-def test_lm_eval_gives_the_numbers_and_answers_of_the_harness_for_a_run(alone, tmp_path):
-    assert_equals_the_harness(alone / "step_000020")
-    convert.convert(alone / "step_000020", tmp_path / "hf", "float32")
-    assert_equals_the_harness(tmp_path / "hf")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -317,20 +180,18 @@ def test_a_finetune_on_conversations_leaves_the_prompts_of_its_base_as_they_were
     context, whole = (fast.encode(text) for text in ("the of", "the of and"))
     expected = theirs(hf, whole, len(context)).sum().item()
     (tmp_path / "text.txt").write_text(prose(1, 30))
-    rows = [{"ctx": prose(i, 4), "endings": [prose(i + j, 3) for j in range(4)], "label": 1} for i in range(20)]
-    files = [tmp_path / "text.txt", write_jsonl(tmp_path / "endings.jsonl", rows)]
+    file = tmp_path / "text.txt"
     results = set()
     for folder in (base, *(tmp_path / name for name in ("out", "converted", "bare", "adapters"))):
         tokenizer = tokenizer_of(newest(folder) or folder)
         ids = [begin_document(tokenizer, text) for text in ("the of", "the of and")]
         assert ids == [context, whole], folder.name
         row = (whole, [i >= len(context) for i in range(len(whole))])
-        [(log_p, _)] = log_likelihoods(load_model(folder), [row], 1)
+        [log_p] = log_likelihoods(load_model(folder), [row], 1)
         assert log_p.sum().item() == pytest.approx(expected, abs=1e-4)
-        numbers = [sample(out_dir=folder, dtype="float32", evaluate=file)[0] for file in files]
-        results.add((*numbers, sample(out_dir=folder, dtype="float32", prompt="the of", temperature=0)[0]))
+        perplexity = sample(out_dir=folder, dtype="float32", evaluate=file)[0]
+        results.add((perplexity, sample(out_dir=folder, dtype="float32", prompt="the of", temperature=0)[0]))
     assert len(results) == 1, results
-    assert_equals_the_harness(tmp_path / "bare")
 
 
 def test_a_finetune_of_a_model_from_scratch_goes_on_after_the_end_of_a_document(train, sample, tmp_path, alone):

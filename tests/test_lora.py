@@ -295,7 +295,7 @@ def test_adapters_of_another_kind_are_refused(changes, sentence, train, capsys, 
     assert sentence in error_of(train, capsys, **RUN | changes)
 
 
-def test_the_base_is_where_adapter_config_says_and_must_be_the_one_that_was_trained_on(
+def test_the_base_is_where_adapter_config_says_and_undamaged(
     base, train, trained, capsys, tmp_path, plain_pytorch_on_one_core
 ):
     checkpoint = shutil.copytree(trained["none"] / "step_000004", tmp_path / "out/step_000004")
@@ -303,7 +303,6 @@ def test_the_base_is_where_adapter_config_says_and_must_be_the_one_that_was_trai
     content = config.read_text()
     assert json.loads(content)["base_model_name_or_path"] == str(base)
     moved = shutil.copytree(base, tmp_path / "moved")
-    convert(base.parent / "run/step_000004", tmp_path / "other", "float32")
 
     def message(path):
         config.write_text(content.replace(str(base), str(path)))
@@ -311,7 +310,6 @@ def test_the_base_is_where_adapter_config_says_and_must_be_the_one_that_was_trai
 
     advice = f"set base_model_name_or_path in {config} to the folder of their base"
     assert f"{tmp_path}/gone, which are not there: {advice}" in message(tmp_path / "gone")
-    assert f"{tmp_path}/other is not the base that the adapters" in message(tmp_path / "other")
     damage(tmp_path / "moved/model.safetensors")
     assert f"{tmp_path}/moved/model.safetensors is damaged" in message(moved)
     assert checkpoint.exists(), "the damage is not its own"

@@ -18,13 +18,10 @@ from tests.runs import (
     ROOT,
     alive,
     assert_close,
-    at_read,
     flags,
     free_port,
-    run,
     step_losses,
     wait_until,
-    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -170,18 +167,6 @@ def test_srun_without_torchrun_is_told_to_use_it(tmp_path):
     environment = os.environ | PLAIN | dict(SLURM_STEP_NUM_TASKS="8")
     done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun" in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_an_out_dir_deleted_under_a_run_is_made_again_unless_another_run_has_begun_there(text_data, tmp_path, taken):
-    out = tmp_path / "out"
-    delete = f"shutil.rmtree({str(out)!r})" + f", others.append(lock_out_dir(Path({str(out)!r})))" * taken
-    before = "import shutil\nfrom pathlib import Path\nfrom runtime.save import lock_out_dir\nothers = []\n"
-    script = wrapped(tmp_path, before + at_read(12, delete))
-    done = run(LONGER | dict(dataset=text_data, out_dir=out), script)
-    if taken:
-        assert f"NOT SAVED: another run is writing to {out}" in done.stdout and done.returncode == 1, done.stdout
-    assert (checkpoint.newest(out) is None) == taken, done.stdout + done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime import memory_stats, run_log, save
+from runtime import run_log, save
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, finish, metrics, prose
 
@@ -109,30 +107,6 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert "the profile is in" in capsys.readouterr().out
 
 
-def test_the_version_is_that_of_nanocrias_own_repository_or_unknown(tmp_path, monkeypatch):
-    def git(folder, *words):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
-
-    own = tmp_path / "own"
-    enclosing = tmp_path / "enclosing"
-    for folder in (own, enclosing):
-        folder.mkdir()
-        (folder / "train.py").write_text(folder.name)
-        git(folder, "init", "-q")
-        git(folder, "add", ".")
-        git(folder, "commit", "-qm", "all")
-    commit = subprocess.run(["git", "describe", "--always"], cwd=own, capture_output=True, text=True).stdout.strip()
-    git(own, "worktree", "add", "-q", str(enclosing / "worktree"))
-    shutil.copytree(own, enclosing / "copy", ignore=shutil.ignore_patterns(".git"))
-    assert run_log.git_commit(own) == run_log.git_commit(enclosing / "worktree") == commit
-    assert run_log.git_commit(enclosing / "copy") == run_log.git_commit(tmp_path) == "unknown"
-    monkeypatch.setenv("GIT_DIR", str(enclosing / ".git"))  # as in one of its hooks
-    assert (run_log.git_commit(own), run_log.git_commit(enclosing / "copy")) == (commit, "unknown")
-    (own / "train.py").write_text("changed")
-    assert run_log.git_commit(own) == f"{commit}-dirty"
-
-
 DRAW = run_log.RunLog.draw  # the fixture train replaces it
 
 
@@ -153,42 +127,6 @@ def test_the_losses_are_drawn_at_each_evaluation_and_a_failure_ends_no_run(train
     assert capsys.readouterr().out.count("loss.png is not drawn: no font") == 1
 
 
-LINKS = (
-    "metrics.jsonl", "metrics.jsonl.partial", "metrics.jsonl.old", "summary.json", "summary.json.partial", "loss.png",
-    "loss.png.partial", "step_000004.partial", "step_000008.partial", "wandb_id", "profile",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("to", ["a file", "nothing"])
-def test_a_run_never_writes_through_a_link_in_its_folder(train, tmp_path, monkeypatch, to):
-    monkeypatch.setattr(run_log.RunLog, "draw", DRAW)
-    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(**{"init.return_value.id": "a1b2"}))
-    victim = tmp_path / "victim"
-    out = tmp_path / "out"
-    out.mkdir()
-    if to == "a file":
-        victim.write_text('{"step": 1}\n')
-    for name in LINKS:
-        (out / name).symlink_to(victim)
-    train(max_iters=12, eval_interval=4, wandb_log=True, profile=True)
-    if to == "a file":
-        assert victim.read_text() == '{"step": 1}\n'
-    else:
-        assert not victim.exists()
-    assert len(metrics(out)) == 15 and json.loads((out / "summary.json").read_text())["steps"] == 12
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and (out / "wandb_id").read_text() == "a1b2"
-    assert list((out / "profile").glob("*.json")) and not (out / "profile").is_symlink()
-    assert {path.name for path in out.glob("step_*")} == {"step_000008", "step_000012"}
-
-
-def test_a_dump_of_memory_replaces_a_link(tmp_path, monkeypatch):
-    (tmp_path / "dump.pickle").symlink_to(tmp_path / "victim")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").close())
-    memory_stats.dump(tmp_path / "dump.pickle")
-    assert not (tmp_path / "victim").exists() and (tmp_path / "dump.pickle").is_file()
-
-
 def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
     """Lines that a machine left when it went down, another program's, and one truncated by a kill."""
     train()
@@ -196,18 +134,6 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
         file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b'\xff}\n{"step": 9, "lo')
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
-
-
-def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
-    train()
-    before = (tmp_path / "out/metrics.jsonl").read_text()
-    for path in (tmp_path / "out").glob("step_*"):
-        shutil.rmtree(path)
-    capsys.readouterr()
-    train(seed=1)
-    assert "no checkpoint found: starting over" in capsys.readouterr().out
-    assert (tmp_path / "out/metrics.jsonl.old").read_text() == before
-    assert len(metrics(tmp_path / "out")) == 10
 
 
 def test_wandb_gets_every_number_offline(text_data, tmp_path):
@@ -237,15 +163,6 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
         log.close()
     new = dict(project="nanocria", config={"seed": 1})
     assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"../a", b"a" * 1000])
-def test_a_file_that_holds_no_wandb_id_gets_a_sentence(tmp_path, capsys, content):
-    (tmp_path / "wandb_id").write_bytes(content)
-    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
-    with pytest.raises(SystemExit):
-        log.open(3, None, {})
-    assert "wandb_id" in capsys.readouterr().err
 
 
 def test_a_full_disk_does_not_stop_the_log(tmp_path, capsys):
