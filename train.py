@@ -49,7 +49,7 @@ keep_last = 2  # checkpoints kept; 0: none are written
 keep_best = False  # keep the checkpoint of the lowest validation loss, too
 async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
-wandb_log = False  # also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
+wandb_log = False  # also log to Weights & Biases. It reads WANDB_PROJECT, WANDB_MODE=offline; to resume WANDB_RUN_ID
 
 # data
 dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path. a:0.7,b:0.3 mixes two or more

@@ -128,12 +128,6 @@ class RunLog:
                 print0(f"          {part.packing}")
             if times > 10:
                 print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
-        n_sequences = self.tokens_per_step // config.block_size  # of a step
-        if n_sequences > data.n_blocks:
-            print0(
-                f"          a step reads {n_sequences:,} sequences, but there are only {data.n_blocks:,}: lower "
-                "--batch_size or --gradient_accumulation_steps"
-            )
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
@@ -160,21 +154,14 @@ class RunLog:
                     file.write(json.dumps(metrics).encode() + b"\n")
         self.file = open_to_write(path, "a")
         if settings is not None:
-            self._start_wandb(first_step, settings)
+            self._start_wandb(settings)
         self.line_began = perf_counter()
 
-    def _start_wandb(self, first_step: int, settings: dict) -> None:
-        """Start a wandb run, or continue that of the resumed run. wandb itself reads WANDB_NAME and the like."""
-        options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
-        path = self.out_dir / "wandb_id"
-        if first_step and path.exists():
-            options |= {"id": path.read_text(), "resume": "allow"}
+    def _start_wandb(self, settings: dict) -> None:
         try:
             import wandb
 
-            run_id = wandb.init(**options).id
-            with open_to_write(path, "w") as file:
-                file.write(run_id)
+            wandb.init(project=os.environ.get("WANDB_PROJECT", "nanocria"), config=settings)
         except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
             fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
             stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")

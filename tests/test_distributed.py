@@ -173,17 +173,6 @@ def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=
         assert_close(numbers(alone, name), numbers(tmp_path / "out", name), of_loss * tolerance)
 
 
-def test_a_line_has_the_means_since_the_last_one(train, tmp_path):
-    for interval in (1, 4):
-        train(2, max_iters=12, eval_interval=12, log_interval=interval, out_dir=tmp_path / str(interval))
-    every, fourth = ([line for line in metrics(tmp_path / n) if "loss" in line] for n in ("1", "4"))
-    assert [line["step"] for line in fourth] == [1, 4, 8, 12]
-    for name in ("loss", "grad_norm"):
-        of_each = [line[name] for line in every]
-        means = [of_each[0], *(sum(of_each[a:b]) / (b - a) for a, b in ((1, 4), (4, 8), (8, 12)))]
-        assert [line[name] for line in fourth] == pytest.approx(means, rel=1e-6)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("changes", [
     *(dict(sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
