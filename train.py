@@ -128,7 +128,7 @@ sys.excepthook = make_excepthook(
     lambda: f"step {step}, {phase}", lambda: out_of_memory_message(config, run_shape, device)
 )
 distributed.require_same_on_all_ranks(settings | distributed.code_of_this_rank())
-lock_file = None if eval_only else claim(out_dir)
+lock_file = None if eval_only else claim(out_dir)  # open, so locked, until the run ends
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 from_weights = model_settings(start, named)  # n_layer and others that no config file or flag names
 globals().update(from_weights)

@@ -59,7 +59,6 @@ from runtime.save import lock_out_dir, mark_damaged
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "quantize_base")
 STATE_SETTINGS = ("optimizer", "optimizer_bits", "galore_rank", *ADAPTER_SETTINGS)  # a checkpoint's tensors depend on
-FORMER_SETTINGS = {"beta1": 0.9, "beta2": 0.95, "galore_interval": 200, "galore_scale": 1.0}  # now constants
 NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -292,7 +291,6 @@ def _resume(folder, model, optimizer, run_info):
 def _changes(run: dict, run_info: dict) -> list[str]:
     """What has changed since the checkpoint was saved."""
     was, now = (each["settings"] | {"dtype": each["dtype"]} | each.get("versions", {}) for each in (run, run_info))
-    now |= FORMER_SETTINGS
     changed = [
         f"{name} {was[name]} -> {value}"
         for name, value in now.items()

@@ -19,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from model import Llama, LlamaConfig
-from optimizers.on_cpu import OnCPU
-from optimizers.optimizer import Optimizer
 from runtime import checkpoint, memory_advice, memory_stats, save
 from runtime.checkpoint import Damaged, load_model, open_folder, read_rows, verify
 from runtime.hf import Rows, hf_rows
@@ -345,25 +343,6 @@ def test_a_synchronous_save_writes_the_same_checkpoint(train, tmp_path, capsys, 
     assert losses(tmp_path / "out") == losses(tmp_path / "beside")
     found = [(tmp_path / out / "step_000008/model.safetensors").read_bytes() for out in ("out", "beside")]
     assert found[0] == found[1]
-
-
-def test_no_weight_changes_between_the_start_of_a_copy_and_its_end(train, monkeypatch):
-    calls = []
-    update = Optimizer.update
-    wait_for_copy = save.Saver.wait_for_copy
-    monkeypatch.setattr(Optimizer, "update", lambda self: calls.append("update") or update(self))
-    monkeypatch.setattr(save.Saver, "wait_for_copy", lambda self: calls.append("wait") or wait_for_copy(self))
-    train(max_iters=4)
-    assert calls == ["wait", "update"] * 4
-
-
-def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch):
-    """If another thread took an update from the queue, forward could begin before its weights are ready."""
-    finish = OnCPU.finish
-    threads = set()
-    monkeypatch.setattr(OnCPU, "finish", lambda self: (threads.add(threading.current_thread()), finish(self)))
-    train(offload="optimizer", eval_interval=2)
-    assert threads == {threading.main_thread()}, threads
 
 
 def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_not_damaged(train, tmp_path):

@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime.checkpoint import load_model, newest
 from runtime.evaluate import evaluate_file, log_likelihoods
 from runtime.generate import begin_document
-from tests.published import SCALING, edit_config, publish, publish_chat_model
+from tests.published import SCALING, publish, publish_chat_model
 from tests.runs import prose
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -201,14 +201,3 @@ def test_a_finetune_of_a_model_from_scratch_goes_on_after_the_end_of_a_document(
     assert first == tokenizer_of(newest(tmp_path / "out")).bos == 256
     answers = [sample(out_dir=folder, dtype="float32", temperature=0)[0] for folder in (alone, tmp_path / "out")]
     assert answers[0] == answers[1]
-
-
-def test_a_start_of_prompts_that_is_no_token_is_refused(tmp_path):
-    publish_chat_model(tmp_path)
-    for wrong in ("256", -1, [256], True):
-        edit_config(tmp_path, nanocria_doc_start=wrong)
-        with pytest.raises(ValueError, match="nanocria_doc_start"):
-            tokenizer_of(tmp_path)
-    edit_config(tmp_path, nanocria_doc_start=None, nanocria_context=-3)
-    with pytest.raises(ValueError, match="context of -3"):
-        load_model(tmp_path)

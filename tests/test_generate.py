@@ -80,20 +80,6 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
     assert len(ended) == max(ends) + 1 < 30 and ends[0] != ends[1]
 
 
-@pytest.mark.usefixtures("published_model")
-def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(monkeypatch):
-    model = build(block_size=16, **PLAIN)
-    prompts = prompts_of(16, 2)
-    eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full row ends at once
-    alone = [read_alone(model, prompts[1], 10)]
-    assert eos.isdisjoint(alone[0])
-    reads = []
-    monkeypatch.setattr("runtime.generate.read_prompts", lambda *inputs: reads.append(1) or read_prompts(*inputs))
-    found = list(generate(model, prompts, 10, temperature=0, eos=eos))
-    assert [[tokens[1] for tokens in found]] == alone and {tokens[0] for tokens in found} == {None}
-    assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
-
-
 @pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"checkpointing": "full"} | PLAIN])
 @torch.no_grad()
 def test_steps_behind_a_prompt_give_the_logits_of_the_whole_text(settings):

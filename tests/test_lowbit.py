@@ -81,20 +81,6 @@ def test_the_code_table_matches_a_search_at_every_bound(signed):
     assert_same(quantize_blocks_reference(x, signed), (expected, absmax), "reference")
 
 
-@pytest.mark.parametrize("signed, error", [(True, 0.012), (False, 0.0075)])
-def test_a_round_trip_through_eight_bits_costs_about_a_percent(signed, error):
-    x = torch.randn(2**16 + 188) if signed else torch.randn(2**16 + 188).square()  # the last block is short
-    codes, absmax = quantize_blocks_reference(x, signed)
-    assert codes.shape == x.shape and absmax.shape == (257,) and absmax[256] == x[2**16 :].abs().max()
-    back = dequantize_blocks_reference(codes, absmax, signed)
-    scale = absmax.repeat_interleave(ABSMAX_BLOCK)[: len(x)]
-    assert (back - x).norm() / x.norm() < error
-    gap = dynamic_map(signed).diff().max() / 2 * scale * (1 + 1e-6)
-    gap = torch.where(x < 0, gap + 0.0071 * scale, gap)  # no −1: −0.993 is the lowest
-    assert ((back - x).abs() <= gap).all()
-    assert abs((back - x).mean() / x.abs().mean()) < 1e-3, "the codes are not the nearest: a mean error"
-
-
 @each_sign
 def test_nan_inf_zeros_and_denormals_stay_in_their_block(signed):
     x = torch.randn(8, ABSMAX_BLOCK, device=DEVICE).abs()

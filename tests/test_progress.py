@@ -46,30 +46,22 @@ def test_reading_weights_evaluating_and_scoring_show_how_far_they_are(train, sam
     assert f"reading {checkpoint}: 1 of " in shown
 
 
-SCRIPTS = {
-    "train.py": lambda name: [f"--init_from={name}", "--device=cpu"],
-    "sample.py": lambda name: [f"--out_dir={name}", "--device=cpu"],
-    "convert.py": lambda name: [name, "new"],
-    "data/text/prepare.py": lambda name: ["--input", "README.md", "--out", "new", "--tokenizer", name],
-    "data/chat/prepare.py": lambda name: ["--input", "README.md", "--out", "new", "--tokenizer", name],
-}
+CASES = [  # a script with a name that holds no weights or tokenizer yet, and what it says
+    ("train.py --device=cpu --out_dir={0}/new --init_from=HuggingFaceTB/SmolLM2-135M",
+     "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M"),
+    ("sample.py --device=cpu --out_dir={0}/only/model.gguf", "GGUF files are not read"),
+    ("convert.py {0}/only {0}/new", "GGUF files are not read"),
+    ("data/text/prepare.py --input {0}/text --out {0}/new --tokenizer {0}/bare", "hf download"),
+    ("data/chat/prepare.py --input {0}/text --out {0}/new --tokenizer HuggingFaceTB/SmolLM2-135M", "hf download Hugg"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_hub_name_a_gguf_file_and_a_folder_without_weights_say_how_to_fetch_them(script, tmp_path):
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only/model.gguf").touch()
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare/config.json").write_text("{}")
-    sentences = {
-        "HuggingFaceTB/SmolLM2-135M": "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M",
-        str(tmp_path / "only/model.gguf"): "GGUF files are not read",
-        str(tmp_path / "only"): "GGUF files are not read",
-        str(tmp_path / "bare"): "hf download",
-    }
-    for name, sentence in sentences.items():
-        words = SCRIPTS[script](name)
-        if script == "train.py":
-            words.append(f"--out_dir={tmp_path / 'out'}")
-        done = run(words, script)
-        assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
+@pytest.mark.parametrize("command, sentence", CASES)
+def test_a_hub_name_a_gguf_file_and_a_folder_without_weights_say_how_to_fetch_them(command, sentence, tmp_path):
+    (tmp_path / "text").write_text("text")
+    for folder, file in (("only", "model.gguf"), ("bare", "config.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
+    script, *words = command.format(tmp_path).split()
+    done = run(words, script)
+    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr

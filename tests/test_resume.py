@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import model as model_module
 from model import Execution
 from runtime import checkpoint
-from runtime.checkpoint import Damaged, newest, open_folder, read_run, read_weights, verify
+from runtime.checkpoint import Damaged, newest, open_folder, read_run, verify
 from runtime.hf import OWN
 from tests.published import SCALING, edit_config, publish
 from tests.runs import damage, edit_run, error_of, losses, metrics, wrapped
@@ -122,18 +122,6 @@ def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypat
     monkeypatch.setattr(checkpoint, "read_rows", mock.Mock(side_effect=failure))
     assert "Input/output error" in error_of(train, capsys)
     assert (tmp_path / "out/step_000008").exists()
-
-
-def test_lower_halves_of_some_weights_only_and_tensors_of_another_model_are_refused(train, tmp_path, capsys):
-    run = train(dtype="bfloat16", max_iters=4)
-    parameters = run["optimizer"].parameters
-    folder = open_folder(tmp_path / "out/step_000004", ("model", "optimizer"))
-    lower = folder.tensors.pop("lower_half.model.layers.1.self_attn.q_proj.weight")  # the first of a stack
-    with pytest.raises(ValueError, match="expected lower_half.model.layers.1.self_attn.q_proj.weight of shape"):
-        read_weights(folder, parameters, run["config"], lambda name, whole: None)
-    folder.tensors["exp_avg.lm_head.weight"] = lower
-    with pytest.raises(ValueError, match="has 1 tensors that the model does not have: exp_avg.lm_head.weight, ..."):
-        read_weights(folder, parameters, run["config"], lambda name, whole: None, run["optimizer"].tensors())
 
 
 def test_what_has_changed_since_the_checkpoint_is_named_at_resume(train, tmp_path, text_data, capsys):

@@ -4,8 +4,7 @@ import pytest
 
 from configurator import SettingError, preview
 from runtime.check_settings import find_problem
-from runtime.checkpoint import read_run
-from tests.runs import ROOT, SMALL, edit_run, error_of, flags
+from tests.runs import ROOT, SMALL, error_of, flags
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -79,22 +78,6 @@ def test_every_config_of_ours_can_run(config):
     settings |= {"vocab_size": 257, "cuda_graph": False}  # the dataset gives the vocabulary, a GPU the graph
     if settings["n_embd"] <= 4096:
         assert find_problem(settings, world_size=1) is None
-
-
-def test_a_checkpoint_of_an_older_version_resumes_and_a_value_that_is_gone_is_named(train, tmp_path, capsys):
-    train()
-    checkpoint = tmp_path / "out/step_000008"
-    settings = read_run(checkpoint)["settings"]
-    del settings["quantize_base"]
-    older = dict(
-        base_dtype="bfloat16", beta1=0.9, beta2=0.99, galore_interval=200, galore_scale=0.25, wandb_project="p"
-    )
-    edit_run(checkpoint, settings=settings | older)
-    train(max_iters=9)
-    (resumed,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes"))
-    assert resumed.endswith("step_000008 with max_iters 8 -> 9, beta2 0.99 -> 0.95, galore_scale 0.25 -> 1.0 changed")
-    edit_run(checkpoint, settings=settings | {"base_dtype": "nf4"})
-    assert read_run(checkpoint)["settings"] == settings | {"quantize_base": "nf4"}
 
 
 MISTAKES = [
