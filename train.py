@@ -49,7 +49,7 @@ keep_last = 2  # checkpoints kept; 0: none are written
 keep_best = False  # keep the checkpoint of the lowest validation loss, too
 async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
-wandb_log = False  # also log to Weights & Biases. It reads WANDB_PROJECT, WANDB_MODE=offline; to resume WANDB_RUN_ID
+wandb_log = False  # also log to Weights & Biases, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
 
 # data
 dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path. a:0.7,b:0.3 mixes two or more
@@ -256,7 +256,7 @@ first_step = start_state["step"]
 # Sequences read before this run's batch size took effect, less those that its steps so far would have read.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
 sampler = Sampler(sample_prompt, train_data, hf_files)
-saver = Saver(out_dir, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
+saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)

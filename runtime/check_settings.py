@@ -43,6 +43,8 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
 
 
 def schedule_problem(s: SimpleNamespace) -> str | None:
+    if s.min_lr is not None and s.min_lr > s.learning_rate:
+        return f"min_lr ({s.min_lr}) must be at most learning_rate ({s.learning_rate})"
     if s.lr_schedule != "wsd" and s.cooldown_iters > 0:
         return f"cooldown_iters ({s.cooldown_iters}) is for lr_schedule wsd: add --lr_schedule=wsd"
     if s.lr_schedule == "wsd" and s.warmup_iters + s.cooldown_iters > s.max_iters:

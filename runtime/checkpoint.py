@@ -432,7 +432,8 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     In float32 the weights are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
     adapters gives the model with its adapters (to merge them: lora.merge_lora) on the frozen weights in NF4, if the run
     had them so, else in dtype, even after training with fp8.
-    Raises ValueError if there is no model, or if it is damaged or of another architecture; OSError if unreadable.
+    Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
+    OSError if it cannot be read now.
     """
     path = newest_model(Path(path))
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
@@ -451,4 +452,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     if base:
         read_base(base, model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, weight: parameters[name].detach().copy_(weight))
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():
+            raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: use bfloat16 or float32")
     return model

@@ -44,14 +44,24 @@ def print0(*args, **kwargs) -> None:
 
 
 def progress(items: Sequence, what: str) -> Iterator:
-    """Yield the items. Rank 0 says on stderr every ten seconds how many are done."""
+    """Yield the items. Rank 0 says on stderr how many are done: on a terminal in one line, which changes every second,
+    elsewhere in a line every ten seconds.
+    """
+    updates = sys.stderr.isatty()
     last_shown = time.monotonic()
-    for i, item in enumerate(items):
-        now = time.monotonic()
-        if now - last_shown > 10:
-            print0(f"{what}: {i:,} of {len(items):,}", file=sys.stderr)
-            last_shown = now
-        yield item
+    shown = False
+    try:
+        for i, item in enumerate(items):
+            now = time.monotonic()
+            if rank == 0 and now - last_shown > (1 if updates else 10):
+                text = f"{what}: {i:,} of {len(items):,}"
+                say(f"\r{text}\x1b[K" if updates else text, end="" if updates else "\n", file=sys.stderr)
+                last_shown = now
+                shown = True
+            yield item
+    finally:
+        if shown and updates:
+            say("\r\x1b[K", end="", file=sys.stderr)  # clears the line
 
 
 def leave(code: int) -> NoReturn:

@@ -128,6 +128,12 @@ class RunLog:
                 print0(f"          {part.packing}")
             if times > 10:
                 print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
+        n_sequences = self.tokens_per_step // config.block_size  # of a step
+        if n_sequences > data.n_blocks:
+            print0(
+                f"          a step reads {n_sequences:,} sequences, but there are only {data.n_blocks:,}: lower "
+                "--batch_size or --gradient_accumulation_steps"
+            )
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
@@ -139,7 +145,7 @@ class RunLog:
 
         on_not_finite: called after a line whose mean loss or gradient norm is not finite, with its step and these two.
         Steps after the checkpoint run again, so their lines are dropped, and so is a line that a killed run left
-        unfinished.
+        unfinished. Without a checkpoint, the previous run's lines move to metrics.jsonl.old.
         """
         self.first_step = first_step
         self.on_not_finite = on_not_finite
@@ -148,20 +154,28 @@ class RunLog:
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
+        if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
+            old = path.rename(path.with_name("metrics.jsonl.old"))
+            print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
         with atomic_write(path) as file:
             for metrics in read_metrics(path):
-                if first_step and metrics["step"] <= first_step:
+                if metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
         self.file = open_to_write(path, "a")
         if settings is not None:
-            self._start_wandb(settings)
+            self._start_wandb(first_step, settings)
         self.line_began = perf_counter()
 
-    def _start_wandb(self, settings: dict) -> None:
+    def _start_wandb(self, first_step: int, settings: dict) -> None:
+        """Start a wandb run, or continue that of the resumed run."""
+        options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
+        path = self.out_dir / "wandb_id"
+        if first_step and path.exists():
+            options |= {"id": path.read_text(), "resume": "allow"}
         try:
             import wandb
 
-            wandb.init(project=os.environ.get("WANDB_PROJECT", "nanocria"), config=settings)
+            path.write_text(wandb.init(**options).id)
         except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
             fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
             stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")

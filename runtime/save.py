@@ -58,7 +58,7 @@ DTYPE_NAMES = {
 class Saver:
     """Writes checkpoints in the background, while training continues.
 
-        saver = Saver(out_dir, optimizer, config, hf_files, keep_last, keep_best, async_save)
+        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, keep_best, async_save)
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
@@ -75,6 +75,7 @@ class Saver:
     def __init__(
         self,
         out_dir: str,
+        lock_file: TextIO | None,
         optimizer,
         config: LlamaConfig,
         hf_files: dict[str, bytes],
@@ -85,6 +86,7 @@ class Saver:
         timeout: float = 600.0,
     ):
         self.out_dir = Path(out_dir)
+        self.lock_file = lock_file  # rank 0's; None if nothing will be saved
         self.optimizer = optimizer
         self.config = config
         self.hf_files = hf_files
@@ -177,6 +179,7 @@ class Saver:
         partial = path.with_name(path.name + ".partial")
         if copied is not None:
             copied.synchronize()
+        from_rank_0(self._keep_lock, self.group)
         from_rank_0(lambda: remove_partial(self.out_dir), self.group)
         try:
             rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
@@ -186,6 +189,12 @@ class Saver:
             from_rank_0(lambda: remove_partial(self.out_dir), self.group)
             raise
         return path, from_rank_0(lambda: remove_old(self.out_dir, self.keep_last, self.keep_best), self.group)
+
+    def _keep_lock(self):
+        """Lock out_dir again if it has been deleted. OSError if another run has begun there since."""
+        path = self.out_dir / ".lock"
+        if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(self.lock_file.fileno())):
+            self.lock_file = lock_out_dir(self.out_dir)
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from model import Llama, LlamaConfig
+from optimizers.optimizer import Optimizer
 from runtime import checkpoint, memory_advice, memory_stats, save
 from runtime.checkpoint import Damaged, load_model, open_folder, read_rows, verify
 from runtime.hf import Rows, hf_rows
@@ -400,3 +401,13 @@ def test_a_failed_save_is_reported_training_continues_and_the_next_run_resumes(t
     shutil.copytree(tmp_path / "out/step_000004", tmp_path / "again/step_000004")
     train(out_dir=tmp_path / "again")
     assert losses(tmp_path / "again")[-1] == losses(tmp_path / "whole")[-1]
+
+
+def test_no_weight_changes_between_the_start_of_a_copy_and_its_end(train, monkeypatch):
+    calls = []
+    update = Optimizer.update
+    wait_for_copy = save.Saver.wait_for_copy
+    monkeypatch.setattr(Optimizer, "update", lambda self: calls.append("update") or update(self))
+    monkeypatch.setattr(save.Saver, "wait_for_copy", lambda self: calls.append("wait") or wait_for_copy(self))
+    train(max_iters=4)
+    assert calls == ["wait", "update"] * 4

@@ -497,3 +497,10 @@ def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)
     config = json.loads((tmp_path / "out/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 64 > SMALL["block_size"]
+
+
+def test_weights_that_float16_cannot_hold_are_refused(theirs):
+    holds(Q, lambda q: q.index_fill(0, torch.tensor([0]), 1e5))(theirs)
+    with pytest.raises(ValueError, match=r"has numbers in layers.0.attn.qkv_proj.weight that float16 cannot hold"):
+        load_model(theirs, dtype=torch.float16)
+    assert load_model(theirs, dtype=torch.bfloat16).layers[0].attn.qkv_proj.weight.max() == 99840

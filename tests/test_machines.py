@@ -18,10 +18,13 @@ from tests.runs import (
     ROOT,
     alive,
     assert_close,
+    at_read,
     flags,
     free_port,
+    run,
     step_losses,
     wait_until,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -255,3 +258,15 @@ def test_ranks_that_lose_the_others_say_where_and_end(machines, network, tmp_pat
     assert time.monotonic() - begin < 10 + 30, both.text()
     sentences = re.findall(r"rank \d, step \d+, .*, lost another rank or its connection", both.text())
     assert len(sentences) == len(left), both.text()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_out_dir_deleted_under_a_run_is_made_again_unless_another_run_has_begun_there(text_data, tmp_path, taken):
+    out = tmp_path / "out"
+    delete = f"shutil.rmtree({str(out)!r})" + f", others.append(lock_out_dir(Path({str(out)!r})))" * taken
+    before = "import shutil\nfrom pathlib import Path\nfrom runtime.save import lock_out_dir\nothers = []\n"
+    script = wrapped(tmp_path, before + at_read(12, delete))
+    done = run(LONGER | dict(dataset=text_data, out_dir=out), script)
+    if taken:
+        assert f"NOT SAVED: another run is writing to {out}" in done.stdout and done.returncode == 1, done.stdout
+    assert (checkpoint.newest(out) is None) == taken, done.stdout + done.stderr

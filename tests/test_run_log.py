@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
 from unittest import mock
@@ -144,8 +145,9 @@ def test_wandb_gets_every_number_offline(text_data, tmp_path):
     assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
 
 
-def test_training_outlives_wandb(tmp_path, monkeypatch, capsys):
+def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, monkeypatch, capsys):
     wandb = mock.Mock()
+    wandb.init.return_value.id = "a1b2"
     wandb.log.side_effect = [None, ConnectionResetError("Connection lost")]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
@@ -156,6 +158,11 @@ def test_training_outlives_wandb(tmp_path, monkeypatch, capsys):
     assert wandb.log.call_count == 2 and not wandb.finish.called
     assert "wandb has ended (Connection lost)" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    for step in (3, 0):
+        log.open(step, None, {"seed": 1})
+        log.close()
+    new = dict(project="nanocria", config={"seed": 1})
+    assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
 
 
 def test_a_full_disk_does_not_stop_the_log(tmp_path, capsys):
@@ -164,3 +171,15 @@ def test_a_full_disk_does_not_stop_the_log(tmp_path, capsys):
     log.file = open("/dev/full", "w")  # noqa: SIM115
     log.record({"step": 1})
     assert "/dev/full: No space left on device" in capsys.readouterr().out
+
+
+def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
+    train()
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    for path in (tmp_path / "out").glob("step_*"):
+        shutil.rmtree(path)
+    capsys.readouterr()
+    train(seed=1)
+    assert "no checkpoint found: starting over" in capsys.readouterr().out
+    assert (tmp_path / "out/metrics.jsonl.old").read_text() == before
+    assert len(metrics(tmp_path / "out")) == 10

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 REFUSED = [  # flags; what the sentence names
     ("--batch_size=0", "batch_size is 0: it must be at least 1"),
     ("--warmup_iters=-1", "warmup_iters is -1: it must be at least 0"),
+    ("--min_lr=1e-2 --learning_rate=1e-3", "min_lr"),
     ("--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=5 --max_iters=8", "max_iters"),
     ("--cooldown_iters=5", "--lr_schedule=wsd"),
     ("--optimizer=muon --offload=optimizer", "offload=none"),
