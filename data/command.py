@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from data.encode import cpu_cores
@@ -26,15 +26,12 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
     return parser
 
 
-def add_input_options(parser: argparse.ArgumentParser, formats: Sequence[str] = ("text", "jsonl", "json")) -> None:
-    kinds = "files, folders or pipes" if "text" in formats else "files or pipes"
-    input_help = f"{kinds} (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
+def add_input_option(parser: argparse.ArgumentParser) -> None:
+    input_help = f"files (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
     parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=input_help)
-    format_help = "the format of every input (default: by the name of each; a pipe needs it)"
-    parser.add_argument("--format", choices=formats, help=format_help)
 
 
-def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
+def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str) -> None:
     """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
     tokenizer_help = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=tokenizer_help)
@@ -43,9 +40,6 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
     parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
-    if bos:
-        bos_help = "begin each document with the tokenizer's bos (default: if it has one)"
-        parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos_help)
 
 
 def expanded(text: str) -> Path:
@@ -58,13 +52,11 @@ def input_argument(text: str) -> Path:
     return Path("/dev/stdin") if text == "-" else expanded(text)
 
 
-def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
+def tokenizer_for_data(name: str) -> Tokenizer:
     """The tokenizer that a script's options name."""
     tokenizer = get_tokenizer(os.path.expanduser(name))
-    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
+    if tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
         tokenizer.bos = None
-    if bos and tokenizer.bos is None:
-        raise ValueError(f"--bos: tokenizer {tokenizer.name} does not begin texts with a bos")
     return tokenizer
 
 

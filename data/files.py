@@ -28,22 +28,11 @@ def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
 
 
 def open_to_write(path: Path, mode: str, **options):
-    """open(path, mode), but never through a link: in a folder from a stranger it may point to any file.
+    """open(path, mode), but OSError for a link: in a folder from a stranger it may point to any file.
 
-    "w" makes a new file in place of what has this name; "a" keeps the file, and raises OSError for a link. The folders
-    on the way may be links: users move their data to other disks.
+    The folders on the way may be links: users move their data to other disks.
     """
-
-    def opener(name, flags):
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
-    if "w" in mode:
-        path.unlink(missing_ok=True)
-        mode = mode.replace("w", "x")
-    elif path.is_symlink():
-        reason = f"{path.name} is a link, and nothing is written through links: remove it"
-        raise OSError(errno.ELOOP, reason, str(path))
-    return open(path, mode, opener=opener, **options)
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
 
 
 @contextmanager
@@ -69,14 +58,10 @@ def is_lfs_pointer(head: bytes) -> bool:
     return head.startswith(b"version https://git-lfs")
 
 
-class Unreadable(ValueError):
-    """A file is damaged, cut off, or not what it should be."""
-
-
 def refuse_lfs_pointer(head: bytes, path: Path) -> None:
-    """Raises Unreadable if a file begins as the three lines that stand for it in a clone made without git-lfs."""
+    """ValueError if a file begins as the three lines that stand for it in a clone made without git-lfs."""
     if is_lfs_pointer(head):
-        raise Unreadable(f"{path} {LFS_ADVICE}")
+        raise ValueError(f"{path} {LFS_ADVICE}")
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -79,10 +79,6 @@ def check_meta(content: Any, where: str | Path) -> dict:
     for name, value in meta.items():
         if not FIELDS[name](value):
             raise ValueError(f"{where} has {name} {reprlib.repr(value):.60}: no valid value of this field")
-    if ("train_targets" in meta) != ("val_targets" in meta):
-        raise ValueError(f"{where} has train_targets or val_targets, but not both")
-    if "xz_bits_per_byte" in meta and not meta.get("val_bytes"):
-        raise ValueError(f"{where} has xz_bits_per_byte, but no val_bytes")
     largest = max(meta["end_of_text"], meta.get("bos", 0), *meta.get("eos", []))
     if largest >= meta["vocab_size"]:
         raise ValueError(f"{where} has the special token {largest}, but vocab_size is {meta['vocab_size']}")

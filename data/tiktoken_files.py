@@ -6,7 +6,6 @@ tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs 
 """
 
 import base64
-import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,20 +98,14 @@ def check_ranks(ranks: dict[bytes, int], file: str | Path) -> None:
 
 
 def encoding_of_json(name: str, content: dict) -> tiktoken.Encoding | None:
-    """tiktoken's encoding with the ids of a tokenizer.json. None unless it is as json_of_encoding writes it, apart from
-    what does not decide on ids.
+    """tiktoken's encoding with the ids of a tokenizer.json whose vocabulary has this name, one of SPECIAL_TOKENS.
+
+    None if the file normalizes text or merges otherwise, as it may after somebody's changes.
     """
-    with contextlib.suppress(
-        AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
-    ):
-        encoding = bytes_encoding() if name == "bytes" else read_encoding(name, content)
-        content = content | {"model": content["model"] | {"merges": []}}
-        if all(content.get(key) == value for key, value in form_of(encoding).items()):
-            return encoding
-    return None
-
-
-def read_encoding(name: str, content: dict) -> tiktoken.Encoding:
+    if name == "bytes":
+        return bytes_encoding()
+    if content["normalizer"] or not content["model"].get("ignore_merges"):
+        return None
     byte_of = {char: byte for byte, char in visible_bytes().items()}
     pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
     ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
@@ -138,61 +131,45 @@ def first_id(post_processor: dict | None) -> int | None:
 
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
-    """The content of a tokenizer.json. bos: the id that transformers is to put before each text; None: no id."""
-    content = form_of(encoding)
-    if encoding.name == "bytes":
-        to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-        decoder = {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-    else:
-        decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-        ranks = encoding._mergeable_ranks
-        spelled = spell(ranks)
-        content["model"]["merges"] = [
-            [spelled[token[:i]], spelled[token[i:]]]
-            for token in sorted(ranks, key=ranks.get)
-            for i in range(1, len(token))
-            if token[:i] in ranks and token[i:] in ranks
-        ]
-    first = None if bos is None else begin_with(encoding.decode([bos]), bos)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "post_processor": first,
-        "decoder": decoder,
-    } | content
-
-
-def form_of(encoding: tiktoken.Encoding) -> dict:
-    """What decides on ids in a tokenizer.json, but for the merges.
+    """The content of a tokenizer.json. bos: the id that transformers is to put before each text; None: no id.
 
     Bytes are in SentencePiece's form: llama.cpp's converter accepts byte-level BPE only with published vocabularies.
     SentencePiece spells a space as U+2581, so U+2581 in a text is read as a space.
     """
     options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    added_tokens = [{"id": i, "content": token, **options} for token, i in special]
+    content = {
+        "version": "1.0", "truncation": None, "padding": None,
+        "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "normalizer": None,
+        "added_tokens": [{"id": i, "content": token, **options} for token, i in special],
+    }  # fmt: skip
     if encoding.name == "bytes":
+        to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        content["decoder"] = {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+        content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
         vocab = {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)}
-        return {
-            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-            "added_tokens": added_tokens, "pre_tokenizer": None,
-            "model": {"type": "BPE", "byte_fallback": True, "merges": [], "vocab": vocab},
-        }  # fmt: skip
+        model = {"type": "BPE", "byte_fallback": True, "merges": [], "vocab": vocab}
+        return content | {"pre_tokenizer": None, "model": model}
     ranks = encoding._mergeable_ranks
+    spelled = spell(ranks)
     # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
     pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "normalizer": None, "added_tokens": added_tokens,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "merges": [], "vocab": {text: ranks[token] for token, text in spell(ranks).items()},
-        },
+    merges = [
+        [spelled[token[:i]], spelled[token[i:]]]
+        for token in sorted(ranks, key=ranks.get)
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+        "merges": merges, "vocab": {text: ranks[token] for token, text in spelled.items()},
     }  # fmt: skip
+    return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "model": model}
 
 
 def spell(tokens: Iterable[bytes]) -> dict[bytes, str]:

@@ -23,7 +23,6 @@ from data.files import how_to_fetch, read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
     SPECIAL_TOKENS,
-    begin_with,
     bytes_encoding,
     encoding_of_json,
     first_id,
@@ -37,13 +36,11 @@ from data.vocabulary import (
     Tokenizer,
     ids_of_json,
     is_id,
-    spelling,
     vocabulary_name,
 )
 
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
-NAMED_TEMPLATES = "additional_chat_templates"  # a folder beside chat_template.jinja
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
@@ -92,7 +89,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         meta = check_meta(meta, folder / "meta.json")
         files = dataset_files(folder, meta)
     else:
-        files = published_templates(folder, read_files(folder, FILES))
+        files = read_files(folder, FILES)
     generation = parse(files.get("generation_config.json", b"{}"), folder / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
@@ -112,7 +109,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.hf_bos = tokenizer.bos
     elif tokenizer.bos is None:
         tokenizer.bos = doc_start_of(config)
-    tokenizer.templates = templates_of(files)
+    tokenizer.chat_template = template_in(files)
     return tokenizer
 
 
@@ -213,15 +210,12 @@ def published_name(folder: Path, written_as: str | None = None) -> str | None:
 
 
 def read_options(folder: Path, files: dict[str, bytes]) -> dict:
-    """tokenizer_config.json and special_tokens_map.json in one: what is null in one may stand in the other.
-
-    Where both have a token, transformers takes the latter's, unless the former is new enough for added_tokens_decoder.
-    """
-    config, names = (
-        {name: value for name, value in parse(files.get(file, b"{}"), folder / file).items() if value is not None}
-        for file in ("tokenizer_config.json", "special_tokens_map.json")
-    )
-    return names | config if "added_tokens_decoder" in config else config | names
+    """special_tokens_map.json and tokenizer_config.json in one: what is null in the latter may stand in the former."""
+    options = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = parse(files.get(file, b"{}"), folder / file)
+        options |= {name: value for name, value in content.items() if value is not None}
+    return options
 
 
 def read_model(file: Path) -> Tokenizer:
@@ -255,83 +249,35 @@ def parse(content: bytes, path: Path) -> dict:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Chat templates in files: one alone in chat_template.jinja, several in tokenizer_config.json
+# Chat templates in files: chat_template.jinja, or an entry of tokenizer_config.json
 
 
-def templates_of(files: dict[str, bytes]) -> dict[str, str]:
-    """{name: chat template} in tokenizer files. In tokenizer_config.json there is a text, which is the default, or
-    [{"name": ..., "template": ...}, ...].
-    """
+def template_in(files: dict[str, bytes]) -> str:
+    """The chat template in tokenizer files, or "". Of several, [{"name": ..., "template": ...}, ...], the default."""
     if "chat_template.jinja" in files:
-        return {"default": files["chat_template.jinja"].decode()}
-    content = parse_file(files, "tokenizer_config.json").get("chat_template") or []
-    templates = [{"name": "default", "template": content}] if isinstance(content, str) else content
+        return files["chat_template.jinja"].decode()
+    content = parse_file(files, "tokenizer_config.json").get("chat_template") or ""
+    if isinstance(content, str):
+        return content
     try:
-        return {str(each["name"]): str(each["template"]) for each in templates}
+        return {each["name"]: str(each["template"]) for each in content}.get("default", "")
     except (KeyError, TypeError) as error:
         expected = "expected a text, or a list of {name, template}"
         raise ValueError(f"chat_template is {content!r:.60}, {expected}") from error
 
 
-def with_templates(files: dict[str, bytes], templates: dict[str, str]) -> dict[str, bytes]:
-    """The files with these chat templates and no others: llama.cpp would prefer those in tokenizer_config.json."""
+def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files without any chat template: llama.cpp prefers one in tokenizer_config.json."""
     files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
     config = parse_file(files, "tokenizer_config.json")
-    had_templates = config.pop("chat_template", None) is not None
-    if list(templates) == ["default"]:
-        files["chat_template.jinja"] = templates["default"].encode()
-    elif templates:
-        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
-    if had_templates or "chat_template" in config:
+    if config.pop("chat_template", None) is not None:
         files["tokenizer_config.json"] = to_json(config)
     return files
 
 
 def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
-    """The files, with others in their place. If these have chat templates, the files' own go."""
-    return (with_templates(files, {}) if templates_of(others) else files) | others
-
-
-def published_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """A published folder's files with all of its chat templates, which may lie in a folder of their own."""
-    paths = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
-    named = {path.stem: read_small(path, MOST_FILE_BYTES).decode() for path in paths}
-    if named or "chat_template.jinja" in files:  # those in tokenizer_config.json do not count then
-        files = with_templates(files, templates_of(files) | named)
-    return files
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Files, written
-
-
-def files_for_others(files: dict[str, bytes], meta: dict, bos_token: int | None) -> dict[str, bytes]:
-    """Tokenizer files with which other software begins texts as training did.
-
-    meta: meta.json of the training data, or {}; bos_token: config.json's bos_token_id. Files that no reader understands
-    stay as they are.
-    """
-    if not meta or "tokenizer.json" not in files:
-        return files
-    with contextlib.suppress(*MALFORMED):
-        content = parse_file(files, "tokenizer.json")
-        config = parse_file(files, "tokenizer_config.json")
-        token_of = {i: token for token, i in ids_of_json(content).items()}
-        bos = meta.get("bos")
-        end_of_text = meta["end_of_text"]
-        first = first_id(content.get("post_processor"))
-        # Documents without a bos follow the end of another: a tokenizer that begins texts so may go on.
-        if first != bos and not (bos is None and first == end_of_text):
-            content["post_processor"] = None if bos is None else begin_with(token_of[bos], bos)
-            config["add_bos_token"] = bos is not None  # for llama.cpp, and transformers before 5
-            files = files | {"tokenizer.json": to_json(content), "tokenizer_config.json": to_json(config)}
-        # So that is what precedes a text. Conversations have what their template writes.
-        if bos is None and bos_token == end_of_text and "train_targets" not in meta:
-            for file in ("tokenizer_config.json", "special_tokens_map.json"):
-                options = parse_file(files, file)
-                if spelling(options.get("bos_token")) not in ("", token_of[bos_token]):
-                    files = files | {file: to_json(options | {"bos_token": token_of[bos_token]})}
-    return files
+    """The files, with others in their place. If these have a chat template, the files' own goes."""
+    return (without_template(files) if template_in(others) else files) | others
 
 
 def parse_file(files: dict[str, bytes], name: str) -> dict:

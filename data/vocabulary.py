@@ -15,7 +15,6 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
-ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 LLAMA3_HASHES = {"6ea727c43071", "05ed779349be"}  # of the vocabularies of 3.1 and later, of 3.0
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
@@ -31,12 +30,12 @@ class Tokenizer:
     eos            the ids after which a model stops, end_of_text among them
     bos_token, eos_token    as they are spelled; "" if there is none
     named_tokens   {"pad_token": "<pad>", ...}: what transformers gives to a chat template
-    templates      {name: chat template}: most have one, "default"
+    chat_template  a Jinja program, or "" if there is none
     special_tokens the text of each special token
     files          {name: content} to build it from; {} if its name is enough
     """
 
-    templates: dict[str, str] = {}
+    chat_template = ""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text, without bos. special: special tokens spelled out in it become tokens, else stay text."""
@@ -124,7 +123,7 @@ class HuggingFace(Tokenizer):
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             ids = self.backend.get_vocab(with_added_tokens=True)
-            self.add_configured_tokens(config, ids)
+            self.mark_special(config, ids)
         except Exception as error:  # tokenizers has no exception class of its own
             problem = "or a file beside it is damaged, or not as transformers writes it"
             raise ValueError(f"{path} {problem}: {error!r:.200}") from error
@@ -138,26 +137,18 @@ class HuggingFace(Tokenizer):
         self.special_ids = {ids[token] for token in self.special_tokens}
         self.set_special_tokens(ids.get, config)
 
-    def add_configured_tokens(self, config: dict, ids: dict[str, int]) -> None:
-        """Add what tokenizer_config.json and special_tokens_map.json say of tokens, as transformers does. Tokens that
-        are not in the vocabulary stay out: the weights have no rows for them.
+    def mark_special(self, config: dict, ids: dict[str, int]) -> None:
+        """Make the tokens special that tokenizer_config.json names, as transformers does. Tokens that are not in the
+        vocabulary stay out: the weights have no rows for them.
         """
         from tokenizers import AddedToken
 
-        def added_token(value):
-            fields = value if isinstance(value, dict) else {"content": value, "special": True}
-            return AddedToken(**{name: fields[name] for name in ADDED_TOKEN if name in fields})
-
-        tokens = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
-        for value in config.get("added_tokens_decoder", {}).values():
-            tokens[value["content"]] = added_token(value)
-        named = named_tokens(config).values()
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        for value in [*named, *(extra if isinstance(extra, list) else ())]:
-            tokens.setdefault(spelling(value), added_token(value))
-        for value in named:
-            tokens[spelling(value)].special = True
-        self.backend.add_tokens([token for content, token in tokens.items() if content in ids])
+        added = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+        names = [name for name in map(spelling, named_tokens(config).values()) if name in ids]
+        named = [added.get(name) or AddedToken(name) for name in names]
+        for token in named:
+            token.special = True
+        self.backend.add_tokens(named)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8

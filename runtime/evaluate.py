@@ -19,7 +19,7 @@ import torch
 from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
-from data.rows import format_of, read_rows, whole_text
+from data.rows import BadInput, is_json, open_input, read_rows, reading
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.distributed import progress
@@ -104,17 +104,18 @@ def evaluate_answers(
 
 
 def refuse(sentence: str) -> None:
-    raise ValueError(sentence)
+    raise BadInput(sentence)
 
 
 def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
     """Return {metric: result} for a file. Raises OSError or ValueError for a file that is in none of the formats."""
-    format = format_of(path)
-    if format == "text":
-        return evaluate_text(model, tokenizer, whole_text(path), window, batch_size)
-    rows = list(read_rows(path, format, refuse))
+    if not is_json(path):
+        with reading(path, refuse), open_input(path) as file:
+            text = file.read().decode("utf-8-sig")
+        return evaluate_text(model, tokenizer, text, window, batch_size)
+    rows = list(read_rows(path, refuse))
     if not rows:
         raise ValueError(f"{path} is empty")
     return evaluate_answers(model, tokenizer, rows, batch_size)

@@ -19,9 +19,7 @@ from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
 from data.tokenizer import (
     dataset_files,
-    files_for_others,
     parse,
-    published_templates,
     replace_files,
     to_json,
     tokenizer_of,
@@ -319,7 +317,6 @@ def hf_files(
         files = {}
         if folder:
             files = {name: read_file(folder.path / name) for name in TOKENIZER_FILES if (folder.path / name).exists()}
-            files = published_templates(folder.path, files)
         if data:
             files = replace_files(files, dataset_files(data, dataset))
         if "tokenizer.json" not in files:
@@ -327,7 +324,7 @@ def hf_files(
                 files = tokenizer_of(data or folder.path).hf_files() | files
         if tokenizer == "llama3" and "tokenizer.json" in files:
             files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
-        return files_for_others(files, dataset, config_json["bos_token_id"])
+        return files
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     files = from_rank_0(read)

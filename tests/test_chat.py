@@ -5,8 +5,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import resource
-import signal
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import tiktoken
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from convert import convert
 from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, broken, encode_answers, encode_prompt, render, render_answers
@@ -47,7 +44,7 @@ def byte_tokenizer(pattern, special_tokens, merges=(), template=None):
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
     encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     tokenizer = Tiktoken(encoding)
-    tokenizer.templates = {"default": template} if template else {}
+    tokenizer.chat_template = template or ""
     return tokenizer
 
 
@@ -147,31 +144,12 @@ def test_templates_render_as_in_transformers(template, prompt):
     ("{{ messages.append(1) }}", "unsafe"),
     ("{{ render.__globals__ }}{{ strftime_now.__globals__ }}", "undefined"),
     ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-    ("{{ 'a' * 10**10 }}", "bytes of memory"),
-    ("{% set ns = namespace(a='a') %}{% for _ in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "of memory"),
-    ("{{ 'a'.ljust(10**10) }}", "bytes of memory"),
-    ("{{ 'a' | center(10000000000) }}", "bytes of memory"),
-    ("{{ 10**(10**10) }}", "bits"),
-    ("{% set ns = namespace(a=3) %}{% for _ in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}", "bits"),
-    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
-    ("{{ 1 | round(1000000000, 'ceil') }}", "No filter named 'round'"),
-    ("{{ ('f' * 3000) | int(0, 16) // 3 }}", "bits"),
-    ("{{ ('a@' * 3000000) | urlize }}", "No filter named 'urlize'"),
-    ("{{ '%2000000000d' | format(1) }}", "bytes of memory"),
-    ("{{ '%2000000000d' | format(messages | length) }}", "bytes of memory"),
     ("{% if 1 %}" + "{% for i in [1] %}" * 30 + "{% endfor %}" * 30 + "{% endif %}", "cannot be compiled: too many"),
     ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled: maximum recursion depth"),
 ])  # fmt: skip
-def test_a_template_that_fails_or_takes_too_much_or_reaches_out_of_its_sandbox_is_a_valueerror(
-    template, message, monkeypatch
-):
-    monkeypatch.setattr("data.chat.sandbox.MOST_SECONDS", 1)
-    monkeypatch.setattr("data.chat.sandbox.MOST_BYTES", 2**28)
-    tokenizer = byte_tokenizer(".", SPECIAL, template=template)
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(template, message):
     with pytest.raises(ValueError, match=message):
-        render_answers(tokenizer, MESSAGES)
-    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+        render_answers(byte_tokenizer(".", SPECIAL, template=template), MESSAGES)
 
 
 @pytest.mark.parametrize("options", [
@@ -277,7 +255,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
     with pytest.raises(ValueError, match="message 2 differently when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
-    tokenizer.templates = {"default": "{% if messages %}system: {% endif %}" + PLAIN}  # differs without messages
+    tokenizer.chat_template = "{% if messages %}system: {% endif %}" + PLAIN  # differs without messages
     with pytest.raises(ValueError, match="the conversation begins with an answer: put a user"):
         render_answers(tokenizer, MESSAGES[2:])
 
@@ -483,39 +461,15 @@ MARKED = """\
     {%- endif %}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-MARKED_TEMPLATES = {
-    "answer and end": MARKED,
-    "line break after the end": MARKED.replace("'<|im_end|>' }}\n", "'<|im_end|>\\n' }}\n"),
-    "header": MARKED.replace("{{- '<|im_start|>assistant\\n' }}\n        {%- generation %}", """{%- generation -%}
-            {{- '<|im_start|>assistant\\n' }}"""),
-    "forgets": MARKED.replace("m.content", "(m.content if loop.last or m.role == 'user' else 'forgotten')"),
-    "blanks": "{% for m in messages %}{{ m.role + ':' }}{%- if m.role == 'assistant' -%}{%- generation -%}\n  "
-    "{{ m.content }}{{ eos_token }}\n {% endgeneration %}\n{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MARKED_TEMPLATES)
-def test_what_a_template_marks_is_learned_as_in_transformers_mask(reads, fast, name):
-    template = MARKED_TEMPLATES[name]
+def test_what_a_template_marks_is_what_follows_the_prompts(reads, fast):
     for messages in (MESSAGES[1:4] + [ANSWERED], [Q, A]):
-        options = dict(chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
+        options = dict(chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True)
         theirs = fast.apply_chat_template(messages, **options)
-        reads(template, {"messages": messages})
+        reads(MARKED, {"messages": messages})
         assert reads.ids == theirs["input_ids"]
         assert reads.is_target == [bool(bit) for bit in theirs["assistant_masks"]] and any(reads.is_target)
-    both = reads.learned + reads.learned
-    for row in ({"messages": [Q, A | {"train": False}, Q, A]}, {"prompt": [Q, A, Q], "completion": [A]}):
-        reads(template, row)
-        assert reads.learned * 2 == both and reads.is_target.index(True) > len(reads.ids) / 2
-
-
-def test_marks_that_no_answer_can_be_told_by_are_refused(reads):
-    both = "m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>'"
-    template = MARKED.replace("m.content + '<|im_end|>'", both)
-    reads(template, {"messages": [Q, A, Q, A]})
-    assert "".join(reads.learned) == "b<|im_end|>b<|im_end|>"
-    with pytest.raises(ValueError, match="marks 4 texts in 2 answers"):
-        reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
 
 
 @pytest.mark.parametrize("key, refused, fine", [
@@ -527,7 +481,7 @@ def test_a_row_that_says_that_it_is_not_to_be_learned_is_refused(key, refused, f
         read_row({"messages": [Q, A], key: refused})
 
 
-def test_formats_and_keys_that_nothing_reads_are_printed_and_counted_in_bounded_memory(written, capsys):
+def test_formats_and_keys_that_nothing_reads_are_printed_and_counted(written, capsys):
     turns = [{"from": "human", "value": "?", "mood": 1}, {"from": "gpt", "value": "b", "name": "x"}]
     rows = [{"conversations": turns, "id": i} for i in range(1200)]
     rows += [{"instruction": f"{i}?", "output": "c"} for i in range(3)]
@@ -540,42 +494,6 @@ def test_formats_and_keys_that_nothing_reads_are_printed_and_counted_in_bounded_
     for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
         assert name in ignored
     assert "'thinking' of messages (1)" in ignored and ignored.count(" of ") == 4
-    seen = Seen()
-    for i in range(200):
-        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A], f"{i}{'y' * 500}": 1}), frozenset())
-    assert len(seen.ignored) == 100 and len(" ".join(seen.sentences())) < 1000
-
-
-@pytest.mark.usefixtures("plain_pytorch_on_one_core")
-@pytest.mark.parametrize("several", [False, True], ids=["one file", "several files"])
-def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoints(several, train, tmp_path):
-    named = {"default": CHATML, "tool_use": QWEN, "rag": "?\n"}
-    _, fast = publish_chat_model(tmp_path / "hf", rope_scaling=None)
-    (tmp_path / "hf/chat_template.jinja").unlink()
-    fast.chat_template = named
-    fast.save_pretrained(tmp_path / "hf", save_jinja_files=several)
-    assert (tmp_path / "hf/additional_chat_templates/tool_use.jinja").exists() == several
-    rows = [{"messages": [Q | {"content": f"{i}?"}, A], "tools": [TOOL] * (i % 2)} for i in range(40)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
-    shape = dict(n_embd=64, ffn_dim=96, block_size=256, tie_embeddings=True)
-    train(dataset=tmp_path / "data", init_from=tmp_path / "hf", mask_documents=True, max_iters=1, **shape)
-    [checkpoint] = (tmp_path / "out").glob("step_*")
-    convert(tmp_path / "hf", tmp_path / "converted", "bfloat16")
-    saved = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, tmp_path / "converted")]
-    tokenizer = tokenizer_of(tmp_path / "data")
-    assert tokenizer.templates == tokenizer_of(checkpoint).templates == named
-    for messages, tools in (([Q, A], None), (CALLS, [TOOL])):
-        theirs = fast.apply_chat_template(messages, tools=tools)["input_ids"]
-        [text] = chat.render_rows([("", {"messages": messages, "tools": tools})], tokenizer, refuse, Seen())
-        assert encode_answers(tokenizer, text)[0] == theirs
-        assert all(other.apply_chat_template(messages, tools=tools)["input_ids"] == theirs for other in saved)
-    (tmp_path / "mine.jinja").write_text("mine" + CHATML)
-    (tmp_path / "chats.jsonl").write_text(line("a", "b") + "\n" + line("c", "d"))
-    chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "mine", str(tmp_path / "hf"), tmp_path / "mine.jinja")
-    mine = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")
-    assert tokenizer_of(tmp_path / "mine").templates == {"default": "mine" + CHATML}
-    assert mine.chat_template == "mine" + CHATML
 
 
 def deep(n):
@@ -665,7 +583,7 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     assert share_learned in capsys.readouterr().out
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
-    assert meta["eos"] == [256] and tokenizer_of(folder).templates == {"default": PLAIN}
+    assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
     (folder / "train.mask").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.mask is missing"):
         Tokens(folder, "train")
@@ -673,7 +591,7 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
 
 @pytest.mark.parametrize("template, end", [
     (PLAIN.replace("eos_token", "'<|im_end|>'"), 257),  # the tokenizer does not say it
-    (MARKED_TEMPLATES["line break after the end"].replace("'<|im_end|>", "eos_token + '"), 256),
+    (MARKED.replace("'<|im_end|>' }}", "eos_token + '\\n' }}"), 256),
 ])  # fmt: skip
 def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "<|im_end|>"])
@@ -717,7 +635,7 @@ def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(wri
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
-    (tmp_path / "empty.jinja").write_text("")
+    (tmp_path / "empty.jinja").write_text("{{ '' }}")
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
     for template, message in (
         (None, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),

@@ -395,7 +395,7 @@ def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, c
             for folder in (out / "step_000001", convert_to_hf(out, folder=f"{type(templates)} {rank}")):
                 assert vocab(folder).chat_template == trained
                 assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == trained
-                assert tokenizer_of(folder).templates == {"default": trained}
+                assert tokenizer_of(folder).chat_template == trained
 
 
 CHAT = dict(n_embd=64, ffn_dim=96, vocab_size=259, mask_documents=True)

@@ -1,11 +1,8 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -144,8 +141,7 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
     (["--tokenizer=train:256"], "256 bytes and <|endoftext|> are 257 tokens"),
     (["--tokenizer=train:4k"], "expected a number of tokens, as in train:8192"),
-    (["--tokenizer=train:300", "--bos"], "--bos: a tokenizer that is learned"),
-    ([], "error: 2 training and 0 validation documents"), (["--bos"], "error: --bos: tokenizer bytes does not begin"),
+    ([], "error: 2 training and 0 validation documents"),
 ])  # fmt: skip
 def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
@@ -367,56 +363,6 @@ def test_fineweb_reads_all_string_types_and_stops_at_a_row_without_text_or_count
         assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
 
 
-def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
-    out = tmp_path / "out"
-    options = dict(tokenizer=write_llama3_model(tmp_path / "tokenizer.model", []), val_fraction=0.1, max_files=1)
-    without = fineweb_edu.prepare(parquets, out, bos=False, **options)
-    assert tokenizer_of(out).bos is None
-    meta = fineweb_edu.prepare(parquets, out, **options)
-    assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
-    assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]
-
-
-SMALL_MEMORY = """
-import re, sys
-from pathlib import Path
-from data.fineweb_edu import prepare
-prepare.PARQUET_BYTES = 2**25
-try:
-    prepare.prepare(Path(sys.argv[1]), Path(sys.argv[2]), tokenizer="bytes")
-except ValueError as error:
-    print(error)
-print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
-"""
-
-
-def test_a_small_parquet_file_takes_bounded_memory(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 2**27]}), tmp_path / "a.parquet", compression="zstd")
-    command = [sys.executable, "-c", SMALL_MEMORY, tmp_path / "a.parquet", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    message, peak = done.stdout.splitlines()
-    assert "a.parquet cannot be read within 32 MiB: malloc of size 134" in message
-    assert int(peak) < 250, "MiB"
-
-
-def test_only_reading_parquet_is_limited_in_memory(parquets, tmp_path, monkeypatch):
-    """A tokenizer in Rust aborts the process at a limit, and worker processes would inherit it."""
-    limits = []
-    encoded = fineweb_edu.write_tokens
-
-    def write_tokens(folder, documents, *arguments, **options):
-        def watched():
-            for document in documents:
-                limits.append(resource.getrlimit(resource.RLIMIT_DATA))
-                yield document
-
-        return encoded(folder, watched(), *arguments, **options)
-
-    monkeypatch.setattr(fineweb_edu, "write_tokens", write_tokens)
-    fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
-    assert set(limits) == {resource.getrlimit(resource.RLIMIT_DATA)}
-
-
 def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", other=[0, 2**62], text=["a", "b"])
     options = OPTIONS | {"val_fraction": 0.5}
@@ -424,33 +370,3 @@ def test_a_column_of_another_type_is_a_sentence_and_other_columns_are_not_read(t
         fineweb_edu.prepare(path, tmp_path / "out", **options, field="other")
     fineweb_edu.prepare(path, tmp_path / "out", **options)
     assert texts_of(tmp_path / "out") == ["a", "b"]
-
-
-def test_fineweb_refuses_a_row_over_the_limit_or_leaves_it_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fineweb_edu, "ROW_BYTES", 1000)
-    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["é" * 1001])
-    options = dict(tokenizer="bytes", val_fraction=0.2)
-    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 characters"):
-        fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", **options)
-    fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", errors="skip", **options)
-    assert "left out by --errors skip: 1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["train_000000.bin", "shard_000001.json", ".lock"])
-def test_fineweb_and_shakespeare_and_pystdlib_write_through_no_link(parquets, stdlib, tmp_path, monkeypatch, name):
-    victim = tmp_path / "victim"
-    folder = tmp_path / "strangers"
-    victim.write_text("mine")
-    folder.mkdir()
-    answer = io.BytesIO(b"To be, or not to be\n" * 20)
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: contextlib.nullcontext(answer))
-    monkeypatch.setattr(pystdlib, "prepare", pytest.fail)
-    for link in (name, f"{name}.partial", "input.txt.partial", ".once.lock"):
-        (folder / link).symlink_to(victim)
-    for prepare in (lambda: fineweb_edu.prepare(parquets, folder, **OPTIONS), lambda: shakespeare_char.prepare(folder)):
-        with pytest.raises(OSError, match="is a link") if name == ".lock" else contextlib.nullcontext():
-            prepare()
-    (folder / "meta.json").unlink(missing_ok=True)
-    with pytest.raises(OSError, match=r"\.once\.lock is a link"):
-        pystdlib.prepare_once(folder)
-    assert victim.read_text() == "mine"

@@ -200,9 +200,7 @@ OTHERS = {
     "the other byte order": {"dtype": '">u2"'},
     "an end beyond the vocabulary": {"end_of_text": "257"},
     "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
-    "targets of one split": {"val_targets": None},
     "tokens that no file has": {"train_tokens": "12"},
-    "no bytes to divide by": {"val_bytes": "0"},
     "another command": {"script": '"data/x/prepare.py; rm -rf ~"'},
     "the second of duplicates": {"bos": '1, "bos": "x"'},
 }
@@ -247,16 +245,6 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
     _, val = open_dataset(str(folder), block_size, 0, vocab_size=512, mask_documents=targets)
     with pytest.raises(ValueError, match=rf"\.bin holds token {token}, but vocab_size is 257"):
         val.read(range(val.n_blocks))
-
-
-@pytest.mark.parametrize("name", ["train.bin", "train.mask"])
-def test_a_file_cut_while_training_is_a_sentence(strangers, name):
-    folder = strangers()
-    train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
-    train.sequences(0, 1)
-    os.truncate(folder / name, 5)
-    with pytest.raises(ValueError, match=rf"{name} has been cut since it was opened"):
-        train.sequences(0, 1)
 
 
 def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_path):

@@ -23,7 +23,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an a
 ROW_FLAGS = ("weight", "train", "label", "kto_tag")  # of a row: 0 refuses it. label is TRL's, kto_tag LLaMA-Factory's
 MEDIA = ("images", "videos", "audios")  # which refuse a row, too
 ROW_KEYS = {"tools", "system", "chat_template_kwargs", *ROW_FLAGS, *MEDIA}
-MOST_IGNORED = 100  # names of ignored keys that are counted
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -202,15 +201,12 @@ class Seen:
     def add(self, conversation: Conversation, names_read: frozenset[str]) -> None:
         """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
+        self.ignored.update(f"{name!r:.40} of rows" for name in conversation.ignored)
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
             known.update(REASONING)
-        names = [f"{name!r:.40} of rows" for name in conversation.ignored]
         for message in conversation.messages:
-            names += [f"{name!r:.40} of messages" for name in message.keys() - known]
-        for name in names:
-            if name in self.ignored or len(self.ignored) < MOST_IGNORED:
-                self.ignored[name] += 1
+            self.ignored.update(f"{name!r:.40} of messages" for name in message.keys() - known)
 
     def sentences(self) -> list[str]:
         sentences = [", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())]

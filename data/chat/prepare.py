@@ -3,7 +3,7 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
-A line of the input is a conversation in one of these formats:
+The input is JSON, an object a line or an array of objects. A conversation is in one of these formats:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}   as OpenAI's
     {"prompt": "...", "completion": "..."}                                                        as TRL's
@@ -20,6 +20,7 @@ rendered by --template, else by the tokenizer's chat template, else by Llama 3's
 it in the checkpoints. All copies of a conversation go to the same split.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from data.chat.formats import Seen, read_row
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
 from data.command import (
     Progress,
-    add_input_options,
+    add_input_option,
     add_text_options,
     make_parser,
     print_summary,
@@ -39,19 +40,12 @@ from data.command import (
     tokenizer_for_data,
 )
 from data.files import read_small
-from data.rows import Bad, format_of, read_rows
-from data.tokenizer import MOST_FILE_BYTES, with_templates
+from data.rows import Bad, read_rows
+from data.tokenizer import MOST_FILE_BYTES, without_template
 from data.vocabulary import Tokenizer
 from data.write import split_texts, write_dataset
 
 HERE = Path(__file__).resolve().parent
-
-
-def read_conversations(files: list[Path], format: str | None, bad: Bad) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) of each row in these files: of JSON, whatever their names."""
-    for path in files:
-        file_format = format or format_of(path)
-        yield from read_rows(path, "json" if file_format == "json" else "jsonl", bad)
 
 
 def render_rows(
@@ -61,7 +55,7 @@ def render_rows(
     for where, row in rows:
         try:
             conversation = read_row(row)
-            seen.add(conversation, names_read(template_of(tokenizer, conversation.tools)))
+            seen.add(conversation, names_read(template_of(tokenizer)))
             text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
@@ -89,7 +83,6 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "llama3",
     template: Path | None = None,
-    format: str | None = None,
     val_fraction: float = 0.05,
     errors: str = "strict",
     workers: int = 1,
@@ -100,14 +93,15 @@ def prepare(
     """
     chat_tokenizer = tokenizer_for_data(tokenizer)
     if template:
-        chat_tokenizer.templates = {"default": read_small(template, MOST_FILE_BYTES).decode()}
-    elif not chat_tokenizer.templates:
-        chat_tokenizer.templates = {"default": template_of(chat_tokenizer)}
-    chat_tokenizer.files = with_templates(chat_tokenizer.files, chat_tokenizer.templates)
+        chat_tokenizer.chat_template = read_small(template, MOST_FILE_BYTES).decode()
+    chat_tokenizer.chat_template = template_of(chat_tokenizer)
+    template_file = {"chat_template.jinja": chat_tokenizer.chat_template.encode()}
+    chat_tokenizer.files = without_template(chat_tokenizer.files) | template_file
     eos = [end_of_turn(chat_tokenizer), *chat_tokenizer.eos]
     bad = Bad(errors)
     seen = Seen()
-    texts = render_rows(read_conversations(inputs, format, bad), chat_tokenizer, bad, seen)
+    rows = (row for path in inputs for row in read_rows(path, bad))
+    texts = render_rows(rows, chat_tokenizer, bad, seen)
     try:
         meta = write_dataset(
             folder,
@@ -123,6 +117,8 @@ def prepare(
     print_summary(folder, meta)
     for sentence in seen.sentences():
         print(sentence)
+    if re.search(r"{%-?\s*generation\b", chat_tokenizer.chat_template):
+        print("{% generation %} in the template is not read: what follows each prompt is learned")
     share = meta["train_targets"] / meta["train_tokens"]
     print(f"{share:.1%} of the training tokens are learned: the answers")
     return meta
@@ -130,8 +126,8 @@ def prepare(
 
 def main():
     parser = make_parser(__doc__, HERE)
-    add_input_options(parser, formats=("jsonl", "json"))
-    add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # the chat template writes the bos
+    add_input_option(parser)
+    add_text_options(parser, tokenizer="llama3", val_fraction="0.05")
     parser.add_argument("--template", type=Path, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))

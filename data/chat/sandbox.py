@@ -1,8 +1,4 @@
-"""Chat templates are Jinja programs of strangers: what they may use, and how much of it.
-
-    template = compile_template(source)
-    with bounded():
-        text = template.render(messages=messages, bos_token="<s>")
+"""Chat templates are Jinja programs of strangers: they run in Jinja's sandbox, which lets them read their inputs only.
 
 A template finds what transformers provides: https://huggingface.co/docs/transformers/chat_templating_writing
 """
@@ -10,20 +6,11 @@ A template finds what transformers provides: https://huggingface.co/docs/transfo
 import functools
 import json
 import re
-import resource
-import signal
-import sys
-import time
-from contextlib import contextmanager
 from datetime import datetime
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-MOST_BYTES = 2**31  # of memory, for the texts of one conversation: a worker process that starts meanwhile inherits it
-MOST_SECONDS = 10  # of the processor's time
-MOST_BITS = 10_000  # of a number in a template
 
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
@@ -31,51 +18,13 @@ ANSWER = "\ufdd1"  # before a text to learn
 ANSWER_END = "\ufdd2"  # after it
 
 
-@contextmanager
-def bounded():
-    """In the main thread: let a template take MOST_SECONDS and, on Linux, MOST_BYTES of memory. Then it ends with a
-    TimeoutError or a MemoryError.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGVTALRM, raise_timeout)
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)  # again: Jinja's compiler may catch the first
-    try:
-        if sys.platform == "linux":
-            n_bytes = bytes_now(int(time.monotonic())) + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (n_bytes if hard < 0 else min(n_bytes, hard), hard))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
-        signal.signal(signal.SIGVTALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@functools.lru_cache(maxsize=1)
-def bytes_now(second: int) -> int:
-    """The process's memory, read once in a second: that takes as long as a short conversation."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
-def raise_timeout(signum, frame):
-    raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
-
-
-def reason_of(error: Exception) -> str:
-    """Why a template failed, in a few words."""
-    if isinstance(error, MemoryError):
-        return f"it takes more than {MOST_BYTES:,} bytes of memory"
-    return f"{str(error) or type(error).__name__:.200}"
-
-
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str) -> Template:
     try:
-        with bounded():  # Jinja computes constants as it compiles
-            return make_environment().from_string(template)
-    except Exception as error:  # invalid, nested too deeply for Jinja or Python, or constants that take too much
+        return make_environment().from_string(template)
+    except Exception as error:  # invalid, or nested too deeply for Jinja or Python
         line = f" at line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ValueError(f"the chat template cannot be compiled{line}: {reason_of(error)}") from error
+        raise ValueError(f"the chat template cannot be compiled{line}: {error!s:.200}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,37 +38,21 @@ def names_read(template: str) -> frozenset[str]:
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: a template's own marks around answers, as in transformers."""
+    """{% generation %} ... {% endgeneration %}: a template's own marks around answers. They change nothing here: which
+    tokens are learned follows from the prompts (render_answers in data/chat/template.py).
+    """
 
     tags = {"generation"}
 
     def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller) -> str:
-        return ANSWER + caller() + ANSWER_END
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
 
-class Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with small numbers only: no signal interrupts an operation on huge ones."""
-
-    intercepted_binops = frozenset(("*", "**", "//", "%"))
-
-    def call_binop(self, context, operator: str, left, right):
-        if isinstance(left, int) and isinstance(right, int):
-            n_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if n_bits > MOST_BITS:
-                raise ArithmeticError(f"a number has more than {MOST_BITS:,} bits")
-        return super().call_binop(context, operator, left, right)
-
-
-def make_environment() -> Environment:
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+def make_environment() -> ImmutableSandboxedEnvironment:
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = to_json
-    for name in ("round", "urlize"):  # they take any time inside one operation: 10**decimals, a length's square
-        del environment.filters[name]
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment

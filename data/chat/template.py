@@ -11,10 +11,9 @@ itself, bos included. It comes with downloaded files, so it runs in a sandbox (d
 """
 
 import re
-from collections.abc import Callable
 
 from data.chat.formats import REASONING, parse_json
-from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, bounded, compile_template, names_read, reason_of
+from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, compile_template, names_read
 from data.tokens import IS_DOC_START, IS_TARGET
 from data.vocabulary import Tokenizer, beginnings
 
@@ -30,24 +29,18 @@ LLAMA3_TEMPLATE = """\
 {%- endif %}"""
 
 MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
-ANSWER_BLOCK = re.compile(f"{ANSWER}([^{ANSWER_END}]*){ANSWER_END}")
 
 
-def template_of(tokenizer: Tokenizer, tools: list[dict] | None = None) -> str:
-    """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens.
-
-    As in transformers, one that is called tool_use is for conversations with tools.
-    """
-    templates = tokenizer.templates
-    if not templates and "<|eot_id|>" in tokenizer.special_tokens:
-        templates = {"default": LLAMA3_TEMPLATE}
-    name = "tool_use" if tools and "tool_use" in templates else "default"
-    if name not in templates:
-        raise ValueError(
-            f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
-            "beside its files, or prepare conversations with --template FILE and finetune on them"
-        )
-    return templates[name]
+def template_of(tokenizer: Tokenizer) -> str:
+    """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens."""
+    if tokenizer.chat_template:
+        return tokenizer.chat_template
+    if "<|eot_id|>" in tokenizer.special_tokens:
+        return LLAMA3_TEMPLATE
+    raise ValueError(
+        f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
+        "beside its files, or prepare conversations with --template FILE and finetune on them"
+    )
 
 
 def as_read(message: dict, names: frozenset[str]) -> dict:
@@ -85,11 +78,11 @@ def render_answers(
 ) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
-    A template may mark them with {% generation %}; else an answer is what its message adds to the prompt before it.
-    variables: what else the template may read. ValueError if there is no answer to learn, or if the template does not
-    write what the conversation has.
+    An answer is what its message adds to the text of the prompt before it. variables: what else the template may read.
+    ValueError if there is no answer to learn, or if the template does not write what the conversation has, or writes a
+    message differently when others follow, as templates do that drop old thoughts.
     """
-    template = template_of(tokenizer, tools)
+    template = template_of(tokenizer)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = [i for i in answers if messages[i].get("weight") != 0]
     if not learned:
@@ -99,39 +92,12 @@ def render_answers(
         if is_used and name not in names_read(template):
             raise ValueError(f"it has {name}, which the chat template does not write")
     inputs = inputs_of(tokenizer, messages, tools, variables)
-    marked = write(template, inputs)
-    text = MARKS.sub("", marked)
-    if marked != text:
-        return marked_by_template(marked, messages)
 
     def write_first(n: int, add_generation_prompt: bool = False) -> str:
-        shorter = inputs | {"messages": inputs["messages"][:n], "add_generation_prompt": add_generation_prompt}
-        return MARKS.sub("", write(template, shorter))
+        shorter = {"messages": inputs["messages"][:n], "add_generation_prompt": add_generation_prompt}
+        return write(template, inputs | shorter)
 
-    return marked_by_prompts(text, write_first, learned)
-
-
-def marked_by_template(marked: str, messages: list[dict]) -> str:
-    """The text with the template's own marks, except those around answers of weight 0."""
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if all(message.get("weight") != 0 for message in answers):
-        return marked
-    n_blocks = marked.count(ANSWER)
-    if n_blocks != len(answers):
-        raise ValueError(
-            f"the chat template marks {n_blocks} texts in {len(answers)} answers, so that those of weight 0 cannot be "
-            "told from the others: put each answer at the end of a conversation of its own"
-        )
-    weights = iter(message.get("weight") for message in answers)
-    return ANSWER_BLOCK.sub(lambda block: block[1] if next(weights) == 0 else block[0], marked)
-
-
-def marked_by_prompts(text: str, write_first: Callable, learned: list[int]) -> str:
-    """The text with marks around what each message to learn adds to the text of the prompt before it.
-
-    write_first: gives the text of the first n messages. ValueError if the template writes a message differently when
-    others follow, as templates do that drop old thoughts.
-    """
+    text = write(template, inputs)
     done = 0
     parts = []
     for i in learned:
@@ -176,14 +142,14 @@ def render(
     ValueError if the template is broken or refuses the messages.
     """
     inputs = inputs_of(tokenizer, messages, tools) | {"add_generation_prompt": add_generation_prompt}
-    return MARKS.sub("", write(template_of(tokenizer, tools), inputs))
+    return write(template_of(tokenizer), inputs)
 
 
 def inputs_of(
     tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
 ) -> dict:
     """What a template reads of a conversation, with BREAK inside the special tokens that it spells out."""
-    names = names_read(template_of(tokenizer, tools))
+    names = names_read(template_of(tokenizer))
     # transformers always defines these: templates compare them with none.
     given = {"documents": None} | (variables or {}) | {"tools": tools or None}
     given["messages"] = [as_read(message, names) for message in messages]
@@ -192,16 +158,13 @@ def inputs_of(
 
 
 def write(template: str, inputs: dict) -> str:
-    """What a template writes, with ANSWER and ANSWER_END around answers that it marks itself.
-
-    ValueError if it fails, or takes too much.
-    """
+    """What a template writes. ValueError if it fails."""
     compiled = compile_template(template)
     try:
-        with bounded():
-            return without_surrogates(compiled.render(inputs))
+        return without_surrogates(compiled.render(inputs))
     except Exception as error:  # a third-party program may raise anything
-        raise ValueError(f"the chat template cannot write this conversation: {reason_of(error)}") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
 
 
 def without_surrogates(text: str) -> str:

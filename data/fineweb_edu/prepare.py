@@ -13,22 +13,19 @@ time: the same command continues with the first unfinished file.
 A hash of a document's text decides its split, so all copies of a page go to the same one: the web is full of copies.
 """
 
-import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import Progress, add_text_options, make_parser, print_summary, run_script, tokenizer_for_data
 from data.files import read_json, write_json
 from data.meta import SPLITS
-from data.rows import ROW_BYTES, Bad, field_of
+from data.rows import Bad, field_of
 from data.tokens import token_dtype
 from data.write import Document, split_of, write_lock, write_meta, write_tokens
 
-ROWS = 16  # in memory at a time: each may have ROW_BYTES
-PARQUET_BYTES = 2**30  # of memory for a file, of which 100 KB may grow to any size; FineWeb-Edu's take 100 MB
+ROWS = 1024  # in memory at a time
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
@@ -54,50 +51,26 @@ def download(name: str) -> str:
     return hf_hub_download(REPO, name, repo_type="dataset")
 
 
-@contextmanager
-def limited_memory(n_bytes: int):
-    """Let this process allocate at most n_bytes more. Allocations beyond raise MemoryError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    n_pages = int(Path("/proc/self/statm").read_text().split()[5])  # of data, as the limit counts it
-    resource.setrlimit(resource.RLIMIT_DATA, (n_pages * resource.getpagesize() + n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
 def read_column(path: Path, field: str) -> Iterator:
-    """Yield a column's values, ROWS in memory at a time. Only reading is limited: not all tokenizers can raise
-    MemoryError.
-    """
+    """Yield a column's values, ROWS in memory at a time."""
     import pyarrow.parquet
 
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # which stops at a limit cleanly
     try:
-        with limited_memory(PARQUET_BYTES):
-            parquet = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)  # not a whole row group
-            names = parquet.schema_arrow.names
+        parquet = pyarrow.parquet.ParquetFile(path, pre_buffer=False)  # not a whole row group in memory
+        names = parquet.schema_arrow.names
         if names.count(field) != 1:
             raise ValueError(f"no column {field!r} but {', '.join(names):.200}: set --field")
-        batches = parquet.iter_batches(ROWS, columns=[field], use_threads=False)
-        while True:
-            with limited_memory(PARQUET_BYTES):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield from batch.column(0)
-    except (OSError, ValueError, MemoryError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read within {PARQUET_BYTES >> 20:,} MiB: {error}") from error
+        for batch in parquet.iter_batches(ROWS, columns=[field]):
+            yield from batch.column(0).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
     """Yield (split, text) from a parquet file."""
     for number, value in enumerate(read_column(path, field), start=1):
         where = f"{path} row {number}"
-        text = field_of({field: value.as_py()}, field, where, bad)
-        if text and len(text) > ROW_BYTES:
-            bad(f"{where} has more than {ROW_BYTES:,} characters")
-        elif text:
+        if text := field_of({field: value}, field, where, bad):
             yield split_of(text, val_fraction), text
 
 
@@ -117,7 +90,6 @@ def prepare(
     input: Path | None = None,
     folder: Path = HERE,
     tokenizer: str = "gpt2",
-    bos: bool | None = None,
     sample: str = "10BT",
     max_files: int | None = None,
     field: str = "text",
@@ -129,7 +101,7 @@ def prepare(
 
     Each file makes a shard, and beside it a record of its source and counts, with which a later run continues.
     """
-    encoding = tokenizer_for_data(tokenizer, bos)
+    encoding = tokenizer_for_data(tokenizer)
     files = list_files(input, sample)[:max_files]
     shards = {}
     bad = Bad(errors)

@@ -7,11 +7,11 @@
     zcat more/*.gz | python data/text/prepare.py --input - --format jsonl --tokenizer gpt2
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default), tokenizing on every CPU core. The input may be
-larger than memory. A file's name tells its format: .jsonl has an object a line, .json an array of objects, all else is
-text; .gz, .zst, .xz and .bz2 are decompressed. --format states another, and that of a pipe. A document is an object's
-field, or a text file. In a text file, lines of only <|endoftext|> separate documents of at most 32 MiB; without them, a
-large file is cut at line ends. Other special tokens in a text stay text. Folders are searched recursively, without
-hidden files, links to folders and the files directly in --out.
+larger than memory. A file's name tells its format: .jsonl and .json have an object a line or an array of objects, all
+else is text; .gz, .zst, .xz and .bz2 are decompressed. --format states another, and that of a pipe. A document is an
+object's field, or a text file. In a text file, lines of only <|endoftext|> separate documents; without them, a large
+file is cut at line ends. Other special tokens in a text stay text. Folders are searched recursively, without hidden
+files, links to folders and the files directly in --out.
 
 train:8192 learns a tokenizer of 8,192 tokens from the first 32 million characters of the training documents and keeps
 its tokenizer.json with the data; fewer if the text repeats no more pairs. In languages other than English a text is
@@ -32,7 +32,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import (
     Progress,
-    add_input_options,
+    add_input_option,
     add_text_options,
     make_parser,
     print_summary,
@@ -40,8 +40,7 @@ from data.command import (
     tokenizer_for_data,
 )
 from data.encode import Document
-from data.files import Unreadable
-from data.rows import ROW_BYTES, Bad, field_of, format_of, open_input, read_rows
+from data.rows import Bad, field_of, is_json, open_input, read_rows, reading
 from data.tokenizer import train_tokenizer
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import split_texts, write_dataset
@@ -51,6 +50,7 @@ SEPARATOR = re.compile(
     "<(?<=^<)(?:" + "|".join(re.escape(name[1:]) for name in END_OF_TEXT_NAMES) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE
 )
 HERE = Path(__file__).resolve().parent
+HEAD_BYTES = 2**25  # of a text file, in which its first end-of-text line is looked for
 LEARNED_CHARS = 2**25  # of text that a tokenizer is learned from: ten seconds, 0.3 GB
 
 
@@ -65,37 +65,31 @@ def files_in(path: Path, out: Path) -> list[Path]:
 
 def read_documents(files: list[Path], format: str | None, field: str, chunk_chars: int, bad: Bad) -> Iterator[str]:
     for path in files:
-        file_format = format or format_of(path)
-        if file_format == "text":
+        if format == "text" or (format is None and not is_json(path)):
             yield from read_text(path, chunk_chars, bad)
             continue
-        for where, row in read_rows(path, file_format, bad):
+        for where, row in read_rows(path, bad):
             if text := field_of(row, field, where, bad):
                 yield text
 
 
 def read_text(path: Path, chunk_chars: int, bad: Bad) -> Iterator[str]:
-    """Yield the documents of a text file. If it has no end-of-text line in its first ROW_BYTES, it is cut."""
-    try:
-        with open_input(path) as opened:
-            file = io.BufferedReader(opened, ROW_BYTES)
-            head = file.peek()  # as much as the buffer holds, also from a slow pipe
-            if b"\0" in head[:8000]:  # git's rule
-                raise Unreadable(f"{path} is binary or UTF-16, with zero bytes: text is read as UTF-8")
-            is_separated = SEPARATOR.search(head.decode("utf-8-sig", "replace"))
-            # newline="\n" leaves \r\n alone; utf-8-sig drops a byte order mark
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
-            yield from read_separated(text, path) if is_separated else read_chunks(text, path, chunk_chars)
-    except Unreadable as error:
-        bad(str(error))
-    except UnicodeDecodeError as error:
-        bad(f"{path} is not UTF-8 text: {error}")
+    """Yield the documents of a text file. If it has no end-of-text line in its first HEAD_BYTES, it is cut."""
+    with reading(path, bad), open_input(path) as opened:
+        file = io.BufferedReader(opened, HEAD_BYTES)
+        head = file.peek()  # as much as the buffer holds, also from a slow pipe
+        if b"\0" in head[:8000]:  # git's rule
+            raise ValueError("it is binary or UTF-16, with zero bytes: text is read as UTF-8")
+        is_separated = SEPARATOR.search(head.decode("utf-8-sig", "replace"))
+        # newline="\n" leaves \r\n alone; utf-8-sig drops a byte order mark
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
+        yield from read_separated(text) if is_separated else read_chunks(text, chunk_chars)
 
 
-def read_separated(text: TextIO, path: Path) -> Iterator[str]:
+def read_separated(text: TextIO) -> Iterator[str]:
     """Yield the documents between end-of-text lines, whole, without blank ones."""
     document = ""
-    while lines := text.read(2**20) + text.readline(ROW_BYTES):
+    while lines := text.read(2**20) + text.readline():
         *ended, begun = SEPARATOR.split(lines)
         for part in ended:
             document += part
@@ -103,17 +97,15 @@ def read_separated(text: TextIO, path: Path) -> Iterator[str]:
                 yield document
             document = ""
         document += begun
-        if len(document) > ROW_BYTES:
-            raise Unreadable(f"{path} has a document of more than {ROW_BYTES:,} characters")
     if document.strip():
         yield document
 
 
-def read_chunks(text: TextIO, path: Path, chunk_chars: int) -> Iterator[str]:
+def read_chunks(text: TextIO, chunk_chars: int) -> Iterator[str]:
     """Yield chunk_chars at a time and up to as many more, to the end of the line."""
     while chunk := text.read(chunk_chars) + text.readline(chunk_chars):
         if SEPARATOR.search(chunk):
-            raise Unreadable(f"{path} has more than {ROW_BYTES:,} bytes before its first end-of-text line")
+            raise ValueError(f"it has more than {HEAD_BYTES:,} bytes before its first end-of-text line")
         yield chunk
 
 
@@ -130,7 +122,6 @@ def prepare(
     inputs: list[Path],
     folder: Path = HERE,
     tokenizer: str = "bytes",
-    bos: bool | None = None,
     format: str | None = None,
     field: str = "text",
     val_fraction: float | None = None,
@@ -151,8 +142,6 @@ def prepare(
     texts = read_documents(files, format, field, chunk_chars, bad)
     documents = split_texts(texts, val_fraction)
     if str(tokenizer).startswith("train:"):
-        if bos:
-            raise ValueError("--bos: a tokenizer that is learned here has no bos")
         learned = re.fullmatch(r"train:(\d{1,9})", str(tokenizer))
         if not learned:
             raise ValueError(f"--tokenizer {tokenizer}: expected a number of tokens, as in train:8192")
@@ -160,7 +149,7 @@ def prepare(
         documents = chain(first, documents)
         encoding = train_tokenizer((text for split, text in first if split == "train"), int(learned[1]))
     else:
-        encoding = tokenizer_for_data(tokenizer, bos)
+        encoding = tokenizer_for_data(tokenizer)
     meta = write_dataset(folder, documents, encoding, workers=workers, progress=Progress())
     bad.report()
     print_summary(folder, meta)
@@ -169,7 +158,9 @@ def prepare(
 
 def main():
     parser = make_parser(__doc__, HERE)
-    add_input_options(parser)
+    add_input_option(parser)
+    format_help = "the format of every input (default: by the name of each; a pipe needs it)"
+    parser.add_argument("--format", choices=["text", "jsonl", "json"], help=format_help)
     add_text_options(parser, tokenizer="bytes", val_fraction="0.01, up to 0.1 for inputs below 10 MB")
     parser.add_argument("--field", help="the field of JSON objects that has the text (default: text)")
     args = parser.parse_args()
