@@ -79,11 +79,10 @@ def test_compiles_into_one_graph_for_any_number_of_rows(name):
 def test_references_compile_into_one_graph_once():
     code = """
 import tests.test_kernels_compiled as test
-for name in ("add_norm_linear", "rope", "flash_attention_of_documents", "add_norm_mlp", "add_norm_mlp_in_chunks",
-             "linear_cross_entropy"):
-    test.compile_for_new_rows(name, (12, 40, 7))
+for name in ("rope", "flash_attention_of_documents", "add_norm_mlp_in_chunks", "linear_cross_entropy"):
+    test.compile_for_new_rows(name, (12, 40))
     print(name, "compiled once")"""
-    assert in_another_process(code, TRITON_INTERPRET="0").count("compiled once") == 6
+    assert in_another_process(code, TRITON_INTERPRET="0").count("compiled once") == 4
 
 
 def test_the_operator_of_linear_cross_entropy_is_registered_as_pytorch_wants():
@@ -93,23 +92,29 @@ def test_the_operator_of_linear_cross_entropy_is_registered_as_pytorch_wants():
         torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
 
 
-# Compute capability, and the bytes of shared memory available to a program.
-CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912), "H100": (90, 232448)}
+# Compute capability, and the bytes of shared memory available to a program. On Hopper all other tests run the kernels.
+CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912)}
 
 
-def compile_for(card):
-    """Compiles the operations' kernels for another GPU; fails if one does not fit there or fuses a multiply-add.
+def compile_for(*cards):
+    """Compiles the operations' kernels for other GPUs; fails if one does not fit there or fuses a multiply-add.
 
     Triton needs no GPU for this, only a driver that names one. Nothing runs: results are uninitialised memory.
     """
+    launch = triton.runtime.jit.JITFunction.run
+    for device, card in enumerate(cards):
+        compile_on(device, card, launch)
+
+
+def compile_on(device, card, launch):
+    """device: Triton keeps what it compiled for one."""
     capability, shared = CARDS[card]
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target,
+            get_current_device=lambda: device, get_current_stream=lambda device: 0, get_current_target=lambda: target,
         )
     )  # fmt: skip
-    launch = triton.runtime.jit.JITFunction.run
     sizes = {}
     fused = {}
 
@@ -124,12 +129,11 @@ def compile_for(card):
         for name, value in (("use_triton", lambda x: True), ("shared_memory", lambda x: shared)):
             if hasattr(module, name):
                 setattr(module, name, value)
-    for case in product(OPERATIONS, (FP16, FP32)):
-        name, dtype = case
-        run(OPERATIONS[name].function, *OPERATIONS[name].inputs(6, 256, dtype))
-    for case in product(("flash_attention",), (64, 128), (FP16, FP32), (None, torch.zeros(1, 256, dtype=torch.int32))):
-        _, head_dim, dtype, starts = case
-        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)], [starts])
+    for case in OPERATIONS:  # in half precision a tile has as many bytes, and more rows to reduce; attention: below
+        run(OPERATIONS[case].function, *OPERATIONS[case].inputs(6, 256, FP32 if "attention" in case else FP16))
+    for case in product(("flash_attention",), (64, 128), (FP16, FP32)):
+        _, head_dim, dtype = case
+        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)])
     for case in product(("decode_attention",), (64, 128), (FP16, FP32)):
         _, head_dim, dtype = case
         q, k, cache = (randn(1, n, heads, head_dim, dtype=dtype) for n, heads in ((1, 16), (1, 4), (300, 4)))
@@ -165,8 +169,8 @@ def compile_for(card):
     print(len(sizes), "fit")
 
 
-@pytest.mark.parametrize("card", ["RTX 4090", *(pytest.param(c, marks=pytest.mark.slow) for c in [*CARDS][1:])])
-def test_kernels_fit_the_shared_memory_and_those_of_few_bits_round_a_product_before_they_add_to_it(card):
+@pytest.mark.parametrize("cards", [[*CARDS][:1], pytest.param([*CARDS][1:], marks=pytest.mark.slow)], ids=str)
+def test_kernels_fit_the_shared_memory_and_those_of_few_bits_round_a_product_before_they_add_to_it(cards):
     """The interpreter never fuses, so it cannot test this."""
-    code = f"import tests.test_kernels_compiled as test; test.compile_for({card!r})"
-    assert " fit" in in_another_process(code, TRITON_INTERPRET="0")
+    code = f"import tests.test_kernels_compiled as test; test.compile_for(*{cards!r})"
+    assert in_another_process(code, TRITON_INTERPRET="0").count(" fit") == len(cards)

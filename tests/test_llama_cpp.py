@@ -6,16 +6,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from convert import convert
 from data.chat.prepare import prepare
 from data.chat.template import encode_prompt
-from data.tokenizer import get_tokenizer, tokenizer_of
-from data.write import write_dataset
+from data.tokenizer import tokenizer_of
 from runtime.checkpoint import load_model
+from runtime.generate import generate
 from tests.published import smollm2
-from tests.runs import prose
 
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 DRAW = """
@@ -34,38 +32,29 @@ process.exit(0)
 
 @pytest.mark.real
 @pytest.mark.skipif(not LLAMA_CPP, reason="LLAMA_CPP names no folder")
-@pytest.mark.parametrize("kind, text, n", [
-    ("bytes", "and the 🦙 is", 32), ("SmolLM2", "The capital of France is", 20), ("QLoRA", "What is a cria?", 60),
-])  # fmt: skip
-def test_llama_cpp_has_our_ids_and_our_greedy_tokens(train, tmp_path, plain_pytorch_on_one_core, kind, text, n):
-    """QLoRA: from conversations to merged weights, as the README tells it."""
-    published = tmp_path / "hf"
-    if kind != "bytes":
-        smollm2(published, weights=True)
-    small = dict(init_from=published, dataset=tmp_path / "data", device="cpu", block_size=32, batch_size=1)
-    small |= dict(gradient_accumulation_steps=1, max_iters=2, eval_iters=1)
+@pytest.mark.parametrize("kind", ["bytes", "QLoRA"])
+def test_llama_cpp_has_our_ids_and_our_greedy_tokens(train, tmp_path, plain_pytorch_on_one_core, kind):
+    """QLoRA: from published weights and conversations to merged weights, as the README tells it."""
     if kind == "bytes":
         train(max_iters=200, eval_interval=200)
-    elif kind == "SmolLM2":
-        documents = [("train", prose(0, 500)), ("val", prose(1, 500))]
-        write_dataset(tmp_path / "data", documents, get_tokenizer(published))
-        train("config/sft.py", **small)
     else:
+        smollm2(tmp_path / "hf", weights=True)
         rows = [{"prompt": f"What is llama number {i}?", "completion": f"Number {i} is a cria."} for i in range(30)]
         (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        prepare([tmp_path / "chats.jsonl"], tmp_path / "data", str(published))
+        prepare([tmp_path / "chats.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
+        small = dict(
+            device="cpu", block_size=128, batch_size=1, gradient_accumulation_steps=1, max_iters=4, eval_iters=1
+        )
         qlora = dict(lora_rank=4, quantize_base="nf4", learning_rate=2e-3, warmup_iters=1)
-        train("config/sft.py", **small | qlora | dict(block_size=128, max_iters=6))
+        train("config/sft.py", init_from=tmp_path / "hf", dataset=tmp_path / "data", **small, **qlora)
     (checkpoint,) = (tmp_path / "out").glob("step_*")
     tokenizer = tokenizer_of(checkpoint)
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode("and the 🦙 is")
     if kind == "QLoRA":
-        ids = encode_prompt(tokenizer, [{"role": "user", "content": text}])
-        text = tokenizer.decode(ids)
-    model = load_model(checkpoint)
-    with torch.no_grad():
-        while len(ids) < n and (token := model(torch.tensor([ids]))[0, -1].argmax().item()) not in tokenizer.eos:
-            ids.append(token)
+        ids = encode_prompt(tokenizer, [{"role": "user", "content": "What is a cria?"}])
+    text = tokenizer.decode(ids)
+    drawn = generate(load_model(checkpoint), [ids], 16, tokenizer.eos, temperature=0)
+    ids += [token for (token,) in drawn if token is not None]
     if kind == "QLoRA":
         convert(checkpoint, tmp_path / "merged", "float32")
         checkpoint = tmp_path / "merged"
@@ -73,6 +62,6 @@ def test_llama_cpp_has_our_ids_and_our_greedy_tokens(train, tmp_path, plain_pyto
     script = f"{LLAMA_CPP}/convert_hf_to_gguf.py"
     subprocess.run([sys.executable, script, checkpoint, "--outtype=f32", f"--outfile={gguf}"], check=True)
     (tmp_path / "draw.mjs").write_text(DRAW)
-    command = ["node", tmp_path / "draw.mjs", LLAMA_CPP, gguf, text, str(n)]
+    command = ["node", tmp_path / "draw.mjs", LLAMA_CPP, gguf, text, str(len(ids))]
     theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert theirs == ids, tokenizer.decode(theirs)
