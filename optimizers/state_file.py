@@ -1,6 +1,6 @@
 """A file on an NVMe drive that holds a rank's optimizer state: read and written directly, or used as tensors.
 
-    file = open_state_file(offload_dir, n_bytes)     # reserves space, measures the drive; ends the run if it cannot
+    file = open_state_file(offload_dir, n_bytes)     # reserves space; ends the run if it cannot
     x = file.zeros((4096, 4096), torch.float32)      # a tensor whose memory is the file
     file.read(x[:64], memory)                        # from the drive into memory from page_aligned()
     file.write(x[:64], memory)
@@ -23,18 +23,15 @@ import mmap
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from runtime.distributed import all_reduce_max, local_world_size, on_all_ranks, print0, stop_on_error
+from runtime.distributed import local_world_size, on_all_ranks, print0, stop_on_error
 
 PAGE = 4096  # direct I/O reads and writes multiples of this
 THREADS = 4  # to read and write
-MEASURED_BYTES = 2**28  # written and read to measure a drive before the run,
-REQUEST_BYTES = 2**24  # this many at a time
 
 
 def as_bytes(x: torch.Tensor) -> memoryview:
@@ -55,7 +52,7 @@ def page_aligned(n_bytes: int) -> torch.Tensor:
 
 
 class StateFile:
-    """direct: True if the file system has direct I/O. speeds: bytes per second written and read, as measured."""
+    """direct: True if the file system has direct I/O."""
 
     def __init__(self, folder: str, n_bytes: int):
         """Reserve n_bytes on the folder's drive; zeros() reserves more. OSError if it cannot."""
@@ -64,8 +61,7 @@ class StateFile:
         self.threads = ThreadPoolExecutor(THREADS)
         try:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-            self.direct, self.speeds = self._measure_best(max(REQUEST_BYTES, min(MEASURED_BYTES, n_bytes)))
-            self.file.truncate(0)  # drop the measurement's bytes
+            self.direct = self._use_direct_io()
             os.posix_fallocate(self.file.fileno(), 0, max(n_bytes, PAGE))
             # Longer than reserved: a hole takes no room, and the file is mapped only once.
             size = 2 * whole_pages(n_bytes) + 2**26
@@ -126,32 +122,25 @@ class StateFile:
     # ------------------------------------------------------------------------------------------------------------------
     # Before the run
 
-    def _measure_best(self, n_bytes):
-        """True if the file is direct, and bytes per second written and read."""
+    def _use_direct_io(self) -> bool:
+        """False if the file system has none."""
         fd = self.file.fileno()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        for self.direct in (True, False):
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if self.direct else flags)
-                return self.direct, [self._measure(call, n_bytes) for call in (os.pwritev, os.preadv)]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:  # EINVAL: no direct I/O there
-                    raise
-
-    def _measure(self, system_call, n_bytes):
-        memory = page_aligned(REQUEST_BYTES)
-        as_bytes(memory)[:] = os.urandom(REQUEST_BYTES)  # which no file system compresses
-        begins = range(0, n_bytes, REQUEST_BYTES)
-        start = time.perf_counter()
-        list(self.threads.map(lambda begin: self._transfer(system_call, begin, memory), begins))
-        os.fdatasync(self.file.fileno())
-        return len(begins) * REQUEST_BYTES / (time.perf_counter() - start)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwritev(fd, [as_bytes(page_aligned(PAGE))], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of no direct I/O
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            return False
+        return True
 
 
 def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
     """A file for n_bytes of this rank's state, all read and written in each step; None without an offload_dir.
 
-    Prints the drive's speed. Ends the run if there is no room or no folder. Every rank must call it.
+    Ends the run if there is no room or no folder. Every rank must call it.
     """
     if offload_dir is None:
         return None
@@ -160,13 +149,8 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
     with stop_on_error():
         on_all_ranks(lambda: _require_room(folder, n_bytes * local_world_size))
         file = on_all_ranks(lambda: StateFile(folder, n_bytes))
-    slowness = all_reduce_max([1 / speed for speed in file.speeds])
-    writes, reads = (1 / seconds / 1e9 for seconds in slowness)
-    how = "" if file.direct else ", not directly, which its file system does not support"
-    print0(
-        f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}: written at {writes:.1f} and "
-        f"read at {reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s per step, overlapping the GPU's work"
-    )
+    how = "" if file.direct else ": not read and written directly, which its file system does not support"
+    print0(f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}{how}")
     return file
 
 
