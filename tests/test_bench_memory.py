@@ -42,7 +42,6 @@ def test_hybrid_sharding_and_copy_engines_are_within_a_host(ranks, sharding, sha
     "words, gib",
     [
         ("--card=4090 --checkpointing=full --offload=optimizer --block_size=512", 22.1),
-        ("--card=H100 --config=config/llama31_8b.py --ranks=4 -- --kernels=blocks", 77.6),
         ("--card=2.5 --checkpointing=full --offload=all -- --gradient_accumulation_steps=1", 1.0),
         ("--card=12", 10.5),
     ],

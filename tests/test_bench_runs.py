@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import child, gpus, ladder, records, runner, settings, snapshot
+from benchmarks import gpus, ladder, records, runner, settings, snapshot
 from benchmarks.records import Record
 from runtime.checkpoint import load_model
 from tests.runs import step_losses, wait_until
@@ -32,28 +32,22 @@ def test_a_process_without_a_result_says_why():
     assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + torchrun) == {"oom": True}
 
 
-def test_a_point_that_hangs_is_ended_with_its_ranks(tmp_path):
+def test_a_point_ends_with_all_its_ranks(tmp_path):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(
         f"import os, time\nopen({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
         "time.sleep(600)"
     )
-    script = f"from benchmarks import runner\nrunner.TIMEOUT = 20\nprint(runner.run([{str(hangs)!r}], ranks=2))"
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=settings.ROOT, stdout=subprocess.PIPE, text=True)
+    script = (
+        "import signal, sys; from benchmarks import runner; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        f"runner.run([{str(hangs)!r}], ranks=2)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=settings.ROOT)
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "took longer" in printed
+    process.terminate()
+    assert process.wait(60) == 9
     wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
-
-
-def test_memory_limit_is_a_share_of_the_card_of_the_rank(monkeypatch):
-    fractions = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=96 * 2**30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: fractions.append(fraction))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    child.limit_memory(24.0)
-    assert fractions == [(0.25, 3)]
 
 
 # --- Records ---
@@ -219,7 +213,7 @@ def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest)
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 
 
-@pytest.mark.parametrize("name", ["plain", "galore", "nvme", "qlora_fp8"])  # each builds on others
+@pytest.mark.parametrize("name", ["nvme", "qlora_fp8"])  # each builds on others
 def test_a_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
     sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
     train(**sizes, out_dir=tmp_path / "base")  # the adapters' base
@@ -261,6 +255,6 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
 
     monkeypatch.setattr(runner, "train", train)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
-    row = gpus.measure_checkpoint("saves", 4)
+    row = gpus.measure_saves(4)
     assert ran == ["--max_iters=200", "--keep_last=1", "--max_iters=210"]
     assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and row["cost"] == 0.5

@@ -156,15 +156,6 @@ def test_sums_are_not_truncated():
         assert lean < 4e-3, f"the mean relative error is {lean:.1e}"
 
 
-def test_the_weight_of_backward_is_that_of_forward():
-    """Its scales go into dy: if dy and x have one nonzero element per row, only W is rounded, alike in both."""
-    weight = randn(32, 64)
-    eye = torch.eye(64, device=DEVICE, dtype=BF16)
-    forward = FP8Linear.project(eye, weight).T  # (O, C): the rounded W
-    backward = FP8Linear.input_gradient(eye[:32, :32].contiguous(), weight)
-    assert relative_error(backward, forward.double()) < 2**-8
-
-
 def test_strides_and_leading_dimensions_change_nothing():
     x = randn(8, 32)
     weight = randn(48, 32)

@@ -208,41 +208,13 @@ def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
         assert (error <= 0.0072 * absmax[:, None]).all()
 
 
-def quadratic(adamw, steps, decades, kept, lr=0.01):
-    """Minimises Σ h (w − target)² / 2 with noise, with curvatures h across some decades in a block.
-
-    Returns the mean of h (w − target)² over that of h, and the longest step / lr.
-    """
-    n = 1024
-    generator = torch.Generator().manual_seed(1)
-    longest = 0.0
-    draw = lambda: torch.randn(n, generator=generator)  # noqa: E731
-    w = draw().to(DEVICE)
-    target = draw().to(DEVICE)
-    states = moments(n, adamw)
-    h = (10 ** (-decades * torch.rand(n, generator=generator))).to(DEVICE)
-    for t in range(1, steps + 1):
-        keep = torch.rand(n, generator=generator) < kept
-        grad = h * (w - target + draw().to(DEVICE)) * keep.to(DEVICE)
-        before = w.clone()
-        rate = lr * (1.1 - t / steps)
-        adamw(w, grad, w, *states, step_scalars(1.0, rate, t), 0.9, 0.95, 1e-8, 0.0)
-        longest = max(longest, ((w - before).abs().max() / rate).item())
-    return (h * (w - target).square()).mean().item() / h.mean().item(), longest
-
-
-CURVATURES = {"of two decades": (2, 1.0, 0.03, 0.1), "wide": (4, 1.0, 0.01, 0.1), "sparse": (3, 0.1, 0.01, 0.6)}
-
-
-@pytest.mark.parametrize("decades, kept, lr, left", CURVATURES.values(), ids=CURVATURES)
-def test_adamw8bit_follows_float32_adamw_and_never_divides_by_a_v_rounded_to_zero(decades, kept, lr, left):
-    """If codes rounded to nearest, v of small gradients would become 0 and w would jump by 10,000 lr."""
-    start, _ = quadratic(lambda *_: None, 1, decades, kept)
-    exact, _ = quadratic(reference.adamw, 400, decades, kept, lr)
-    ours, longest = quadratic(reference.adamw8bit, 400, decades, kept, lr)
-    assert longest < 5, f"a step of {longest:.0f} lr"
-    assert exact < left * start, "the problem is not solved"
-    assert abs(ours / exact - 1) < 0.1, f"{ours:.4f} in 8 bits, {exact:.4f} in float32"
+@pytest.mark.parametrize("adamw", [*IN_8_BITS, on_cpu], ids=["kernel", "reference", "C"])
+def test_no_v_is_rounded_to_zero(adamw):
+    """Else the step of a small gradient would be 10,000 times the learning rate."""
+    w = randn(1024)
+    states = moments(1024)
+    adamw(w, wide_grad(1024), w, *states, step_scalars(1.0), *OPTIONS)
+    assert (states[1] > 0).all(), "0 is the code of 0"
 
 
 @pytest.mark.parametrize("adamw", [*IN_8_BITS, on_cpu], ids=["kernel", "reference", "C"])

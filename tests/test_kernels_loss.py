@@ -11,14 +11,12 @@ from kernels import linear_cross_entropy, reference
 from kernels.cross_entropy import losses_of_rows
 from test_kernels import (
     BF16,
-    BLOCK,
     DEVICE,
     FP16,
     FP32,
     FP64,
     HAS_GPU,
     OPERATIONS,
-    WIDE,
     Operation,
     assert_close,
     assert_matches_float64,
@@ -101,16 +99,6 @@ def test_a_target_out_of_range_makes_the_loss_nan_and_touches_no_other_row(loss,
     assert torch.equal(gradient[others], clean[others]), "a neighbour's gradient changed"
 
 
-@pytest.mark.parametrize("masked", [slice(0, BLOCK), slice(60, WIDE - 1), slice(1, 2)], ids=str)
-def test_logits_of_minus_inf_are_a_mask(masked):
-    """As in PyTorch: a partly masked vocabulary gives a finite loss, even if a whole block of it is masked."""
-    logits = randn(3, WIDE)
-    targets = torch.tensor([WIDE - 1, WIDE - 1, 5], device=DEVICE)
-    logits[1, masked] = float("-inf")
-    value, gradient = assert_matches_float64(operation(kernels.cross_entropy), (logits,), (targets,))
-    assert value.isfinite() and gradient.isfinite().all()
-
-
 @pytest.mark.parametrize("size", [1e4, 5e9])
 @each_loss
 def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
@@ -123,26 +111,6 @@ def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # When gradients are computed, and how they are scaled and summed
-
-
-def test_the_gradient_of_a_cross_entropy_is_ready_before_backward():
-    """Differentiating the loss as it is does not read the logits again: here they are gone by then."""
-    logits, targets = loss_inputs()
-    expected = run(kernels.cross_entropy, (logits,), (targets,), ONE)[1]
-    logits.requires_grad_()
-    loss = kernels.cross_entropy(logits, targets)
-    logits.data.fill_(float("nan"))
-    assert_same(torch.autograd.grad(loss, logits), (expected,), "ready")
-
-
-def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
-    logits, targets = loss_inputs()
-    truth = run(reference.cross_entropy, (logits.double(),), (targets,), widened(ONE))[1]
-    loss = kernels.cross_entropy(logits.requires_grad_(), targets)
-    gradients = [torch.autograd.grad(factor * loss, logits, retain_graph=True)[0] for factor in (1, 1, 3, 1)]
-    assert len({gradient.data_ptr() for gradient in gradients}) == 4, "a gradient handed out before was overwritten"
-    for factor, gradient in zip((1, 1, 3, 1), gradients, strict=True):
-        assert relative_error(gradient, factor * truth) < 1e-6, f"times {factor}"
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])

@@ -165,7 +165,7 @@ def test_resume_repeats_losses_bit_for_bit(name, train, trained, capitals, tmp_p
     assert losses(tmp_path / "out") == [line for line in losses(trained[name]) if line["step"] > 4]
 
 
-@each_run
+@pytest.mark.parametrize("name", ["nf4", "float8"])
 def test_two_ranks_resume_one_ranks_run_with_its_losses(name, trained, capitals, tmp_path):
     shutil.copytree(trained[name] / "step_000004", tmp_path / "step_000004")
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path} | BASES[name], ranks=2)
@@ -191,19 +191,9 @@ def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
 
 
 @pytest.mark.usefixtures("published_model")
-def test_a_base_in_float8_is_near_the_whole_one_and_is_saved_like_it(trained):
-    plain, rounded = (step_losses(trained[name]) for name in ("none", "float8"))
-    assert 0 < abs(rounded - plain).mean() < 0.05
-    tokens = torch.randint(0, 256, (2, 16))
-    with torch.no_grad():
-        found, expected = (load_model(trained[name])(tokens) for name in ("float8", "none"))
-    assert (found - expected).abs().max() < 0.2 * expected.abs().max()
-
-
-@pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("changes", [
-    {"offload": "optimizer", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
-    {"dtype": "bfloat16"}, {"quantize_base": "nf4", "fp8": True},
+    {"offload": "all", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"dtype": "bfloat16"},
+    {"quantize_base": "nf4", "fp8": True},
 ], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)

@@ -238,16 +238,6 @@ def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another(
     assert losses(tmp_path / "out") == whole
 
 
-def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
-    def states(*shape):
-        found = AdamW8bit().states("", shape, shape[:1])
-        return [(str(dtype)[6:], *shape) for shape, dtype in found.values()]
-
-    assert states(257, 512) == [("uint8", 257, 512)] * 2 + [("float32", 257, 2)] * 2
-    for shape in ((15, 256), (8192,), (64, 384)):  # small, a vector, not of whole blocks
-        assert states(*shape) == [("float32", *shape)] * 2
-
-
 def test_8_bit_states_follow_float32_ones_on_both_places(train, tmp_path):
     train(**IN_ROWS, out_dir=tmp_path / "32")
     train(**IN_8_BITS, out_dir=tmp_path / "8")

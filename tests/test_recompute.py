@@ -1,20 +1,16 @@
 """Recomputation, chunks of the MLP, groups of sequences, offloaded inputs: each trains like the plain model."""
 
 import functools
-import gc
-import importlib
 import itertools
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
 import kernels.attention as attention_file
 import model as model_module
 from kernels import recompute as recompute_file
-from kernels.add_norm_mlp import ALIGNED
-from kernels.recompute import chunks_of, recomputed
+from kernels.recompute import recomputed
 from model import Block, Execution, document_starts
 from tests.test_model import (
     BF16,
@@ -96,35 +92,6 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
     assert not (offload_activations and model.offloaded.saved[0]), "nothing is kept for a backward"
 
 
-@pytest.mark.parametrize("mode, fp32_dweight", [("none", True), ("full", False)])
-def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
-    """The same bits as when every gradient has its own memory."""
-    loss_file = importlib.import_module("kernels.linear_cross_entropy")
-    fill_chunks = loss_file._fill_chunks
-    over_x = []
-    filled = lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest)  # noqa: E731
-    monkeypatch.setattr(loss_file, "_fill_chunks", filled)
-    options = {"chunk_tokens": 3, "fp32_dweight": fp32_dweight}
-    monkeypatch.setattr(Execution, "loss_options", lambda *_: dict(options))
-    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 2)
-    data = batch(n_batch=2, n_time=2)
-    settings = dict(dtype=BF16, checkpointing=mode)
-    overwriting = loss_and_gradients(build(**settings), *data)
-    assert over_x == [True]
-    backward = recompute_file._Recomputed.backward
-    monkeypatch.setattr(recompute_file._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
-    loss = kernels.linear_cross_entropy
-    norm = kernels.add_rms_norm
-    for name, apart in {
-        "linear_cross_entropy": lambda *inputs, **more: loss(*inputs, **more | {"overwrite_x": False}),
-        "add_rms_norm": lambda *inputs: norm(*inputs[:-1], overwrite_dy=False),
-        "rms_norm": lambda *inputs, alone=kernels.rms_norm: alone(*inputs[:-1], overwrite_dy=False),
-    }.items():
-        monkeypatch.setattr(kernels, name, apart)
-    assert_equal(loss_and_gradients(build(**settings), *data), overwriting)
-    assert over_x == [True, False]
-
-
 @pytest.mark.parametrize("mode, before", [("none", False), ("full", True), ("full", False)])
 def test_second_head_may_read_the_input_of_the_first(monkeypatch, mode, before):
     """With several chunks of logits and several groups of sequences, which reuse the most memory."""
@@ -169,51 +136,6 @@ def test_weight_gradients_of_slices_are_summed_in_float32_and_rounded_once():
         found.append(torch.autograd.grad(y, [mlp.gate_up_proj.weight, mlp.down_proj.weight], dy))
     for whole, sliced in zip(*found, strict=True):
         assert (whole != sliced).float().mean() < 0.05, "summed in bfloat16 a third of them would differ"
-
-
-def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
-    model = build(checkpointing="full")
-    streams = []
-    live = []
-
-    def watched(*inputs, compute=Block.compute):
-        outputs = compute(*inputs)
-        streams.append(StorageWeakRef(outputs[0].untyped_storage()))
-        return outputs
-
-    def look(_):
-        gc.collect()  # the interpreter's launches are reference cycles that hold their arguments
-        live.append(not streams[-1].expired())
-
-    monkeypatch.setattr(Block, "compute", watched)
-    for layer in model.layers:
-        layer.attn.o_proj.weight.register_hook(look)
-    model(*batch(1, 2)).backward()
-    assert live and not any(live)
-
-
-def test_sizes_of_chunks_and_groups():
-    full = Execution(checkpointing="full")
-    none = Execution()
-    for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
-                                                 (8193, 2048, True)):  # fmt: skip
-        expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
-        assert full.loss_options(n_tokens, 128256, BF16) == expected
-        assert full.loss_options(n_tokens, 128256, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
-        assert none.loss_options(n_tokens, 128256, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
-    in_three = Execution(checkpointing="full", mlp_chunks=3)
-    assert [how.chunks_of_mlp(100_000, 8) for how in (none, full, in_three)] == [1, 6, 3]
-    assert [full.chunks_of_mlp(n, 8) for n in (1, 32_767, 32_768)] == [1, 1, 2]
-    # 8,192 wide: the weight gradients' sums are as large as what 16,384 tokens take
-    assert [full.chunks_of_mlp(n, 8192) for n in (65_535, 65_536)] == [1, 2]
-    plain = Execution(kernels="none", checkpointing="full")
-    assert plain.chunks_of_mlp(100_000, 8) == 1, "plain PyTorch would pay for it"
-    many = Execution(checkpointing="full", mlp_chunks=10**6)
-    assert many.chunks_of_mlp(12, 8) == 12, "of a token there are no chunks"
-    assert chunks_of(40, 3, ALIGNED) == [slice(0, 12), slice(12, 24), slice(24, 40)], "where scales may begin"
-    for shape, groups in {(32, 1024): 2, (112, 1024): 7, (4, 131_072): 4, (1, 131_072): 1, (31, 1024): 1}.items():
-        assert full.groups_of_sequences(*shape, 8) == groups
-    assert in_three.groups_of_sequences(16, 1024, 8) == 1, "as it is told"
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
