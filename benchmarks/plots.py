@@ -175,6 +175,6 @@ def draw(plot: Callable, record: dict, path: Path) -> None:
     plt.close(figure)
 
 
-def draw_all(folder: Path = FOLDER) -> None:
+def draw_all() -> None:
     for name, (record, plot) in PLOTS.items():
-        draw(plot, load(record), folder / f"{name}.png")
+        draw(plot, load(record), FOLDER / f"{name}.png")
