@@ -192,8 +192,8 @@ def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
 
 @pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("changes", [
-    {"offload": "all", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"dtype": "bfloat16"},
-    {"quantize_base": "nf4", "fp8": True},
+    {"offload": "optimizer", "quantize_base": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
+    {"dtype": "bfloat16"}, {"quantize_base": "nf4", "fp8": True},
 ], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
