@@ -10,7 +10,7 @@
     python bench.py kernels                     every kernel against eager PyTorch, torch.compile and other libraries
     python bench.py step                        the whole training step, against other trainers
     python bench.py losses                      does it learn the same as Hugging Face's model?
-    python bench.py finetune --init_from=FOLDER does a finetune learn the same?
+    python bench.py finetune --init_from=FOLDER does a finetune learn the same? is packing faster?
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
     python bench.py disk --offload_dir=FOLDER   an update through a drive, against plain reads and writes
     python bench.py generate                    generated tokens per second, against transformers.generate

@@ -10,28 +10,33 @@ hf               transformers' model with the same weights, on the same conversa
 hf-lora          peft's adapters on it, in float32 under autocast, with the same initial values
 
 All use the same learning rates and initial weights. A training loss is the mean over the step's answer tokens, a
-validation loss over those of all validation conversations.
+validation loss over those of all validation conversations. --measure=packing: how many targets per second our model
+learns from packed blocks, and from micro-batches of as many tokens with every conversation padded to the longest.
 """
 
 import math
+import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks import losses, runner
+from benchmarks import losses, runner, timing
 from benchmarks.settings import read_settings
 from benchmarks.trainers import SEED, TRAINERS, with_peft
 from configurator import SettingError
 from data.loader import Packed, open_dataset
 from lora import add_lora
+from model import document_starts
 from runtime.checkpoint import load_model
 from runtime.loss_plot import read_losses
 
 # settings
 init_from = ""  # a folder of published weights
 dataset = "chat"  # conversations, made by data/chat/prepare.py with that folder's tokenizer
+measure = "losses,packing"  # what to measure
 trainers = "nanocria,hf,hf-again,nanocria-float32,hf-float32"  # also: nanocria-lora, -qlora, -fp8, hf-lora, -again
 steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
@@ -87,9 +92,14 @@ def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
     return chats
 
 
+def padded_length(part: Conversations) -> int:
+    """The length of the longest, rounded up to a multiple of 64."""
+    return -(-max(len(tokens) for tokens, _ in part) // 64) * 64
+
+
 def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets (B, T) of conversations. Padding is on the right, so no token sees it."""
-    length = -(-max(len(tokens) for tokens, _ in part) // 64) * 64
+    """Tokens and targets (B, padded_length) of conversations. Padding is on the right, so no token sees it."""
+    length = padded_length(part)
     tokens = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in part])
     targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in part])
     return tokens.to(device), targets.to(device)
@@ -162,16 +172,58 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
     return {"losses": step_losses, "val": evaluations}
 
 
+# --- Packing ---
+
+
+def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]:
+    """Batches of as many conversations as fit into n_tokens when padded to the longest, in random order."""
+    part = []
+    for conversation in random.Random(0).sample(chats, len(chats)):
+        if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
+            yield part
+            part = []
+        part.append(conversation)
+    yield part
+
+
+def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
+    """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    data, _ = conversations_of(dataset, block)
+    if trainer == "packed":
+        unpacked = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
+        inputs = [(x, y, document_starts(marks, data.doc_start)) for x, y, marks in unpacked]
+    else:
+        all_of_them = conversations(data, data.read(range(data.n_blocks)))
+        inputs = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
+    n_tokens = sum(x[0].numel() for x in inputs)
+    n_targets = sum(int((x[1] >= 0).sum()) for x in inputs)
+    inputs = [[x.to(device).contiguous() for x in each] for each in inputs]
+
+    def read_all():
+        for each in inputs:
+            model(*each).backward()
+            model.zero_grad()
+
+    timing.wall_seconds(read_all, device)  # compiles for each shape
+    seconds = timing.wall_seconds(read_all, device)
+    return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(inputs)}
+
+
 def main(argv: list[str]) -> None:
-    s = read_settings(globals(), argv, trainers=[*OURS, *PEERS])
+    s = read_settings(globals(), argv, trainers=[*OURS, *PEERS], measure=("losses", "packing"))
     if not s.init_from:
         raise SettingError("--init_from= is empty: name a folder of published weights")
     record = runner.start("finetune", s)
     data = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
-    for trainer in s.trainers:
+    for trainer in s.trainers if "losses" in s.measure else []:
         key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
         if trainer in OURS:
             record.measure("runs", key, train_losses, **key)
         else:
             record.measure("runs", key, runner.call, "finetune.peer_losses", **key)
+    for trainer in ("packed", "padded") if "packing" in s.measure else []:
+        key = {"trainer": trainer, **data}
+        record.measure("packing", key, runner.call, "finetune.learn", **key)
     runner.finish(record)

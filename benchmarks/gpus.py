@@ -6,6 +6,7 @@
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens per GPU: a checkpoint every 100 steps, then a resume
                                                 (needs 30 GB in $TMPDIR for a while)
     python bench.py gpus --measure=optimizers   config/linux_114m.py's step with AdamW, Muon and NorMuon
+    python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
     python bench.py gpus --measure=8b --trainers=nanocria-zero2,recipe-zero2
 
 benchmarks/trainers.py describes the trainers, sharded by ZeRO-3 unless their name says otherwise. On one GPU nanocria
@@ -26,7 +27,7 @@ from benchmarks.trainers import TRAINERS
 from runtime.checkpoint import newest
 
 # settings
-measure = "scaling,8b,saves"  # what to measure; also: optimizers
+measure = "scaling,8b,saves"  # what to measure; also: memory, optimizers
 ranks = "1,2,4,8"  # numbers of GPUs: scaling and optimizers run on each that is available, the others on the largest
 trainers = ""  # scaling, 8b, optimizers; nothing: those of the table
 steps = 20  # scaling, 8b, optimizers: how many to measure
@@ -43,6 +44,10 @@ POINTS = {  # what to measure -> config, (batch, block, checkpointing) of each, 
                    ["nanocria-adamw", "nanocria-muon", "nanocria-normuon"]),
 }  # fmt: skip
 SAVE_EVERY = 100  # steps
+CHECKPOINTS = {  # what to measure -> config, (batch, block, checkpointing), steps, settings
+    "saves": (runner.CONFIG, (8, 2048, "none"), 2 * SAVE_EVERY, [f"--eval_interval={SAVE_EVERY}"]),
+    "memory": (CONFIG_8B, (1, 1024, "full"), 3, ["--offload=all", "--async_save=false", "--warmup_iters=1"]),
+}
 
 
 def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
@@ -58,36 +63,40 @@ def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
         record.measure(kind, key, runner.train_steps, **key, steps=s.steps, config=config)
 
 
-def measure_saves(n: int) -> dict:
-    """The cost of a checkpoint in wall time: runs without and with checkpoints, and one that resumes for 10 steps.
+def measure_checkpoint(kind: str, n: int) -> dict:
+    """Runs without and with checkpoints, and one that resumes from the last checkpoint for 10 steps.
 
-    From the log line of step 100 to that of step 200 is one whole interval, after one to warm up, without the start and
-    the last save. The resume may read files that are still in the page cache. save_seconds are the main thread's,
-    including the last save.
+    saves: the cost of a checkpoint in wall time. From the log line of step 100 to that of step 200 is one whole
+    interval, after one to warm up, without the start and the last save. The resume may read files that are still in the
+    page cache. save_seconds are the main thread's, including the last save.
+    memory: rank 0's peak CPU memory: without a checkpoint, waiting while one is written, resumed.
     """
-    batch = 8
-    block = 2048
-    steps = 2 * SAVE_EVERY
+    config, (batch, block, how), steps, flags = CHECKPOINTS[kind]
 
     def train(out_dir: str, *more: str) -> dict:
-        argv = runner.train_argv(runner.CONFIG, batch, block, "none", out_dir, n)
-        summary = runner.train([*argv, f"--eval_interval={SAVE_EVERY}", *more], out_dir, n)
+        argv = runner.train_argv(config, batch, block, how, out_dir, n)
+        summary = runner.train([*argv, *flags, *more], out_dir, n)
         assert "steps" in summary, f"a run failed: {summary}"
         return summary
 
     with tempfile.TemporaryDirectory() as without, tempfile.TemporaryDirectory() as saving:
-        train(without, f"--max_iters={steps}")
+        plain = train(without, f"--max_iters={steps}")
         saved = train(saving, f"--max_iters={steps}", "--keep_last=1")
         row = {
             "ranks": n, "batch": batch, "block": block, "save_seconds": saved["save_seconds"],
             "checkpoint_bytes": sum(file.stat().st_size for file in newest(saving).iterdir()),
         }  # fmt: skip
-        row["seconds_without"] = wall_seconds(Path(without), steps)
-        row["seconds_with"] = wall_seconds(Path(saving), steps)
-        row["cost"] = row["seconds_with"] / row["seconds_without"] - 1
+        if kind == "saves":
+            row["seconds_without"] = wall_seconds(Path(without), steps)
+            row["seconds_with"] = wall_seconds(Path(saving), steps)
+            row["cost"] = row["seconds_with"] / row["seconds_without"] - 1
         resumed = train(saving, f"--max_iters={steps + 10}")
     assert resumed["steps"] == 10, "the third run did not resume"
-    return row | {"resume_seconds": resumed["resume_seconds"]}
+    row["resume_seconds"] = resumed["resume_seconds"]
+    if kind == "memory":
+        for name, summary in {"": plain, "saved_": saved, "resumed_": resumed}.items():
+            row[f"{name}cpu_gib"] = summary["cpu_gib"]
+    return row
 
 
 def wall_seconds(out_dir: Path, steps: int) -> float:
@@ -98,7 +107,7 @@ def wall_seconds(out_dir: Path, steps: int) -> float:
 
 
 def main(argv: list[str]) -> None:
-    lists = {"measure": [*POINTS, "saves"], "ranks": int, "trainers": TRAINERS}
+    lists = {"measure": [*POINTS, *CHECKPOINTS], "ranks": int, "trainers": TRAINERS}
     s = settings.read_settings(globals(), argv, **lists)
     n_gpus = torch.cuda.device_count()
     s.ranks = sorted(n for n in s.ranks if n <= n_gpus)
@@ -107,5 +116,5 @@ def main(argv: list[str]) -> None:
         if kind in POINTS:
             measure_points(kind, s, record)
         else:
-            record.measure(kind, {"ranks": s.ranks[-1]}, measure_saves, s.ranks[-1])
+            record.measure(kind, {"ranks": s.ranks[-1]}, measure_checkpoint, kind, s.ranks[-1])
     runner.finish(record)

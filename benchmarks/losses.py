@@ -8,6 +8,8 @@ nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in 
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): the reference, without bfloat16 rounding
+nanocria-galore  train.py with --optimizer=galore, of rank 128; this and the next run only if named
+hf-galore        float32 with galore-torch's optimizer, set to project the same side and take steps of the same size
 
 All start from the same weights, read the same tokens and use the same learning rates. bfloat16 alone makes two runs
 drift apart, so none equals float32. What counts is that ours is no farther from it than Hugging Face's, and not biased
@@ -30,7 +32,7 @@ steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
 out = "out/losses.json"  # the record
 
-OURS = ["nanocria", "nanocria-fp8", "nanocria-plain"]
+OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
 LEARNING_RATE = 4e-4  # config/llama32_1b.py's
 WARMUP = 50
 BETAS = (0.9, 0.95)
@@ -59,7 +61,7 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
     assert not theirs, f"they train what train.py does not: {list(theirs)}"
 
 
-def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtype="bfloat16", **changes):
+def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes):
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -73,8 +75,7 @@ def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtyp
     with torch.device("meta"):
         ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded to the compute dtype, as in train.py
     begin_as_train_py(ours, dict(model.named_parameters()), device)
-    weights = [{"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)} for p in model.parameters()]
-    optimizer = torch.optim.AdamW(weights, betas=BETAS)
+    optimizer = make_optimizer(trainer, model, rank)
     losses = []
     for i, blocks in enumerate(batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
@@ -84,8 +85,23 @@ def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtyp
     return {"losses": torch.stack(losses).tolist()}
 
 
+def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
+    """AdamW with train.py's settings; for hf-galore, with its projection on the layers' matrices."""
+    groups = []
+    for name, p in model.named_parameters():
+        groups.append({"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)})
+        if trainer == "hf-galore" and p.ndim > 1 and ".layers." in name:
+            scale = (p.shape[1] / rank) ** 0.5
+            groups[-1] |= {"rank": rank, "update_proj_gap": 200, "scale": scale, "proj_type": "right"}
+    if trainer != "hf-galore":
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
+    from galore_torch import GaLoreAdamW
+
+    return GaLoreAdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, no_deprecation_warning=True)
+
+
 def main(argv: list[str]) -> None:
-    s = settings.read_settings(globals(), argv, trainers=[*OURS, "hf", "float32"])
+    s = settings.read_settings(globals(), argv, trainers=[*OURS, "hf", "float32", "hf-galore"])
     record = runner.start("losses", s)
     batch, block = settings.shape(s.shape)
     for trainer in s.trainers:

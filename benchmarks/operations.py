@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import reference
-from kernels.fp8_linear import quantize, scaled_mm
+from kernels.fp8_linear import quantize, quantize_reference, scaled_mm, transpose
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it mistakes our kernels/ for another package
 
@@ -297,6 +297,28 @@ FP8_LINEAR = Operation(
     checked=first_rows,
 )
 
+# --- All that a micro-batch does to a weight in float8: round it in forward, round and transpose it in backward ---
+
+
+def rounded_twice(quantize, transpose, weight):
+    w8, t = quantize(weight)
+    again, _ = quantize(weight)
+    return w8, t, transpose(again)
+
+
+def eager_rounded_twice(weight):
+    return rounded_twice(quantize_reference, lambda x8: x8.T.contiguous(), weight)
+
+
+FP8_WEIGHT = Operation(
+    dims="O C",
+    sizes=[(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],  # of Llama 3.2 1B: q, k, v; o; gate, up; down
+    inputs=lambda size, options: ([], (torch.randn(size, **options),)),
+    work=lambda size: {"forward": {"bytes": 8 * math.prod(size)}},
+    functions={"nanocria": partial(rounded_twice, quantize, transpose), "eager": eager_rounded_twice},
+    reference=eager_rounded_twice,
+)
+
 # --- Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D) ---
 
 
@@ -449,6 +471,7 @@ OPERATIONS = {
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,
+    "fp8_weight": FP8_WEIGHT,
     "flash_attention": FLASH_ATTENTION,
     "adamw": update_of("adamw", adamw_inputs, 26),
     "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14, bitsandbytes=bnb_adamw8bit),

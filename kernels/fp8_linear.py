@@ -11,11 +11,11 @@ summed over all tokens, where an outlier would cost the rest of its column their
 
 On an H200 these matmuls run at 1.6 times the rate of bf16. The cost is the rounding, bound by memory: it reads 2 bytes
 per element and writes 1, for x, dy, and W twice. Backward writes W8 a second time, transposed, since float8 operands
-must be contiguous along the summed dimension. `python bench.py kernels --op=fp8_linear` times it.
+must be contiguous along the summed dimension. `python bench.py kernels --op=fp8_linear,fp8_weight` times both.
 
-W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us, at 78-93% of a copy's speed. So
-keeping W8 and its transposed copy over the micro-batches of a step, at two bytes per weight, would save at most 0.6%
-with micro-batches of 32,768 tokens, 1.1% with 16,384. But then everything that changes, frees or replays the weights
+W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us (fp8_weight). So keeping W8 and
+its transposed copy over the micro-batches of a step, at two bytes per weight, would save at most 0.6% with
+micro-batches of 32,768 tokens, 1.1% with 16,384. But then everything that changes, frees or replays the weights
 (updates, FSDP, offload, CUDA graphs) would have to know of it.
 
 A norm or a gated product whose result is only projected (add_norm_linear.py, add_norm_mlp.py) rounds it itself: it
@@ -27,7 +27,8 @@ FP8Linear is the projection (linear.py) that add_norm_linear.py and add_norm_mlp
 the place of a model's.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward, half of it in float8. Saved: x and W, as for any linear layer.
-On one H200, where its matmuls alone are 100%: forward and backward 93-96%.
+On one H200, where its matmuls alone, or for a weight's rounding a copy, are 100%: fp8_linear forward and backward
+93-96%; fp8_weight forward 78-93%.
 
 Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/2209.05433
 """

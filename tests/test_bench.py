@@ -12,11 +12,12 @@ import bench
 from benchmarks import kernels as kernels_bench
 from benchmarks import plots, records, runner, tables, timing
 from benchmarks.operations import OPERATIONS
+from test_kernels import DEVICE
 
 FP32 = {"device": "cpu", "dtype": torch.float32}
 # For each operation a size that the interpreter runs quickly; no block divides the widths.
 TINY = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "geglu", "cross_entropy"), (5, 19))
-TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32)}
+TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32), "fp8_weight": (5, 19)}
 TINY |= {"flash_attention": (2, 19, 4, 2, 16), "adamw": (300,), "adamw8bit": (300,), "nf4": (5, 128)}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
 
@@ -72,9 +73,11 @@ def test_the_functions_compute_the_same(name):
     operation = OPERATIONS[name]
     options = FP32
     most = 1e-6
-    if name == "fp8_linear":
+    if name.startswith("fp8"):
         options = {"device": "cpu", "dtype": torch.bfloat16}
         most = 0.1
+    if name == "fp8_weight":  # its functions have no references
+        options = options | {"device": DEVICE}
     if name == "nf4":
         most = 4e-3  # its result is bfloat16, which the interpreter truncates
     exact = kernels_bench.exact_results(operation, TINY[name], options)

@@ -181,10 +181,13 @@ SMALL = {"config": "config/baby_llama.py", "n_layer": 2, "n_embd": 32, "ffn_dim"
          "vocab_size": 257, "block": 64, "steps": 15}  # fmt: skip
 
 
-@pytest.mark.parametrize("trainer, tied", [("recipe", False), ("hf-offload", True)])
-def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, trainer, tied):
+@pytest.mark.parametrize("trainer, checkpointing, tied, steps", [
+    ("recipe", "full", False, {}), ("hf-offload", "full", True, {}),
+    ("recipe-zero2", "none", True, {"warmup": 1, "steps": 1}),  # as the largest points
+])  # fmt: skip
+def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, trainer, checkpointing, tied, steps):
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
-    spec = SMALL | {"trainer": trainer, "checkpointing": "full", "tie_embeddings": tied}
+    spec = SMALL | {"trainer": trainer, "checkpointing": checkpointing, "tie_embeddings": tied} | steps
 
     def run(ranks):
         words = [str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})]
@@ -224,6 +227,16 @@ def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(on_the_cpu):
     ours = losses.train_losses(*AT, ON_CPU)
     theirs = losses.peer_losses("float32", *AT, compute_dtype="float32", n_layer=2, vocab_size=257)
     assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+
+
+def test_galore_matches_galore_torch(on_the_cpu):
+    """It takes the leading singular vectors from an SVD; ours converge to them in some steps of subspace iteration."""
+    pytest.importorskip("galore_torch")
+    ours = losses.train_losses(*AT, [*ON_CPU, "--optimizer=galore", "--galore_rank=32"])
+    theirs = losses.peer_losses("hf-galore", *AT, compute_dtype="float32", rank=32, n_layer=2, vocab_size=257)
+    adamw = losses.train_losses(*AT, ON_CPU)
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
+    assert ours["losses"] != pytest.approx(adamw["losses"], abs=1e-2)
 
 
 # --- Where the milliseconds go ---

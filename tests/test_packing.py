@@ -232,3 +232,11 @@ def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer
     assert_close(ours["losses"], theirs["losses"], 1e-5)
     assert_close(*([loss for _, loss in found["val"]] for found in (ours, theirs)), 1e-5)
     assert ours["val"][-1][1] < ours["val"][0][1] - 1e-3
+
+
+def test_padded_batches_hold_every_conversation_and_no_more_tokens_than_asked(chats):
+    train, _ = open_dataset(chats, 48, seed=3, mask_documents=True)
+    found = finetune.conversations(train, train.read(range(train.n_blocks)))
+    batches = [finetune.padded(part, "cpu") for part in finetune.full_batches(found, 1024)]
+    assert {tokens.shape[1] for tokens, _ in batches} == {64} and max(len(tokens) for tokens, _ in batches) == 16
+    assert sum(int((targets >= 0).sum()) for _, targets in batches) == train.n_targets.sum()
