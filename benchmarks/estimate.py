@@ -18,6 +18,7 @@ import re
 import shlex
 from dataclasses import replace
 from itertools import product
+from json import dumps
 from typing import Literal
 
 from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
@@ -37,6 +38,7 @@ block_size: int | None = None  # tokens of a sequence; none: the config's
 batch_size: int | None = None  # of the command; none: the largest that fits and divides a step's sequences
 checkpointing: Literal["any", "none", "selective", "full"] = "any"  # of the command; any: what is recommended
 offload: Literal["any", "none", "optimizer", "all"] = "any"  # likewise
+json = False  # print the table and the command as JSON instead
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
     "3060": 11.6, "3070": 7.7, "3080": 9.7, "3090": 23.7, "4060": 7.6, "4060ti": 7.6, "4060ti-16": 15.6, "4070": 11.6,
@@ -148,6 +150,9 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     peak = memory.peak_gib(model, shape)
     words = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
     command = f"{launcher(s.ranks)} {shlex.join(words)}"
+    if s.json:
+        result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": peak <= usable}
+        return dumps(result), model, shape
     text = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
 card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve
 

@@ -62,7 +62,12 @@ def open_zstd(file: BinaryIO, mode: str = "rb") -> BinaryIO:
     try:
         from compression import zstd  # Python 3.14
     except ImportError:
-        from backports import zstd
+        try:
+            from backports import zstd
+        except ImportError as error:
+            raise ImportError(
+                "reading .zst files needs the package backports.zstd: pip install backports.zstd"
+            ) from error
     return zstd.open(file, mode)
 
 

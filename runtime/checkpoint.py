@@ -67,6 +67,7 @@ class Damaged(ValueError):
 
 class TensorInfo(NamedTuple):
     file: str
+    name: str  # in the file
     dtype: str  # in the format's words
     shape: tuple[int, ...]
 
@@ -252,6 +253,8 @@ def _open_folder(path, stems):
             if run is None and stem == "model" and info.dtype not in WEIGHT_DTYPES:
                 raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
         tensors |= of_stem
+    if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
+        tensors[EMBEDDING] = tensors.pop(HEAD)
     return Folder(path, run, config, tensors, adapter)
 
 
@@ -294,7 +297,7 @@ def _open_tensors(path):
 def _tensors_in(path, file):
     opened = _open_tensors(path / file)
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    return {name: TensorInfo(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
 def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -328,7 +331,7 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     x = rows.tensor
     if len(x) == 0:
         return
-    saved = _open_tensors(folder.path / info.file).get_slice(rows.name)[rows.first : rows.first + len(x)]
+    saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
     if x.dtype != saved.dtype and not (x.is_floating_point() and saved.is_floating_point()):
         raise ValueError(f"{folder.path} has {rows.name} in {saved.dtype}: expected {x.dtype}")
     x.copy_(saved)

@@ -1,5 +1,6 @@
 """What fits on a card, by arithmetic. Without a GPU."""
 
+import json
 import re
 
 import pytest
@@ -94,7 +95,10 @@ def test_the_recommended_command_is_the_cheapest_that_keeps_the_gpu_busy(block_s
     assert estimate.recommended(nothing_fits, block_size) == nothing_fits[-1], "the leanest"
 
 
-def test_a_card_has_a_name(monkeypatch):
+def test_a_card_has_a_name_and_the_estimate_is_json_only_if_asked(monkeypatch):
     monkeypatch.setattr(memory_advice, "largest_batch", lambda config, run, gib: 1)
-    text, *_ = estimate.estimate(["--config=config/baby_llama.py", "--card=RTX 4060Ti", "--", "--vocab_size=257"])
-    assert f": {estimate.CARDS['4060ti']} GiB - " in text and "\npython train.py config/" in text
+    small = ["--config=config/baby_llama.py", "--block_size=256", "--json=true"]
+    text, *_ = estimate.estimate([*small, "--card=RTX 4060Ti", "--", "--vocab_size=257"])
+    result = json.loads(text)
+    assert result["card_gib"] == estimate.CARDS["4060ti"] and result["command"].startswith("python train.py config/")
+    assert result["fits"] and {row["largest_batch"] for row in result["rows"]} == {1}

@@ -247,6 +247,16 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
         val.read(range(val.n_blocks))
 
 
+@pytest.mark.parametrize("name", ["train.bin", "train.mask"])
+def test_a_file_cut_while_training_is_a_sentence(strangers, name):
+    folder = strangers()
+    train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
+    train.sequences(0, 1)
+    os.truncate(folder / name, 5)
+    with pytest.raises(ValueError, match=rf"{name} has been cut since it was opened"):
+        train.sequences(0, 1)
+
+
 def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_path):
     toy_dataset(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text()) | {"vocab_size": 200, "end_of_text": 199}
