@@ -290,7 +290,7 @@ class RunLog:
         if self.file and step:  # on rank 0; eval_only writes nothing
             self.draw()
         named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
-        return f"val loss {val_loss:.4f}{named} ({n_blocks} blocks)"
+        return f"val loss {val_loss:.4f}{named} ({n_blocks:,} sequences)"
 
     def summary(self, val_loss: float, val_data: Blocks, n_evaluated: int, **more) -> None:
         """Print the run's result and write summary.json. n_evaluated: how many validation tokens are in val_loss."""

@@ -252,6 +252,6 @@ def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_pat
 
     monkeypatch.setattr(runner, "train", train)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
-    row = gpus.measure_saves(4)
+    row = gpus.measure_checkpoint("saves", 4)
     assert ran == ["--max_iters=200", "--keep_last=1", "--max_iters=210"]
     assert row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0 and row["cost"] == 0.5
