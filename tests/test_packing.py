@@ -212,7 +212,7 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     assert not done.stderr, done.stderr
     assert "resumes " in done.stdout, done.stdout
     (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
-    assert last == f"step 00008 | val loss {found[8]:.4f} (8 blocks)", last
+    assert last == f"step 00008 | val loss {found[8]:.4f} (8 sequences)", last
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
     assert (tmp_path / "metrics.jsonl").read_text() == log
     assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]

@@ -31,8 +31,8 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
     )
     out = capsys.readouterr().out
     assert re.search(expected, out), out
-    assert re.search(rf"step 00008 \| val loss {number} \(8 blocks\) \| saved \S+step_000008", out), out
-    assert "bits per byte" not in out, "8 blocks are not all that xz had"
+    assert re.search(rf"step 00008 \| val loss {number} \(8 sequences\) \| saved \S+step_000008", out), out
+    assert "bits per byte" not in out, "8 sequences are not all that xz had"
     lines = metrics(tmp_path / "out")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9)), "max_iters counts updates"
