@@ -33,22 +33,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data.files import LFS_ADVICE, how_to_fetch, is_lfs_pointer, read_json, read_small
+from data.files import how_to_fetch, read_small, refuse_lfs_pointer
 from data.meta import check_meta
-from data.tokenizer import FILES, published_name
+from data.tokenizer import FILES, parse, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
-from runtime.distributed import (
-    from_rank_0,
-    group_rank,
-    group_size,
-    local,
-    local_world_size,
-    on_all_ranks,
-    progress,
-)
+from runtime.distributed import from_rank_0, group_rank, group_size, local, local_world_size, on_all_ranks, progress
 from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
@@ -120,21 +112,13 @@ def newest_model(run: Path) -> Path:
 # Files and digests
 
 
-def read_file(path: Path, read: Callable = read_small) -> Any:
-    """Read a small file, on this rank. Damaged if it is missing, huge, or not what `read` expects."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
-        return read(path, SMALL_FILE_BYTES)
+        return parse(read_small(path, SMALL_FILE_BYTES), path)
     except ValueError as error:
         raise Damaged(str(error)) from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a small file, on this rank; Damaged for anything else."""
-    content = read_file(path, read_json)
-    if not isinstance(content, dict):
-        raise Damaged(f"{path} holds JSON of type {type(content).__name__}: expected an object")
-    return content
 
 
 class Piece(NamedTuple):
@@ -143,11 +127,12 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(path: Path, n_bytes: int) -> list[Piece]:
+def pieces_of(path: Path) -> list[Piece]:
+    n_bytes = path.stat().st_size
     return [Piece(path, begin, min(begin + PIECE_BYTES, n_bytes)) for begin in range(0, n_bytes, PIECE_BYTES)]
 
 
-def digests_of(pieces: list[Piece]) -> list[str]:
+def digests_of(pieces: list[Piece]) -> dict[Piece, str]:
     """The SHA-256 of each piece of a file."""
 
     def digest(piece):
@@ -159,7 +144,7 @@ def digests_of(pieces: list[Piece]) -> list[str]:
         return sha256.hexdigest()
 
     with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-        return list(threads.map(digest, pieces))
+        return dict(zip(pieces, threads.map(digest, pieces), strict=True))
 
 
 def digest_of_run(run: dict) -> str:
@@ -193,21 +178,18 @@ def verify(folder: Folder) -> None:
 
 
 def _verify(path, run, files, rank=0, n_ranks=1):
-    pieces = []
-    expected = []
+    expected = {}
     for file in sorted(files):
         end = 0
         for entry in run["digests"].get(file, []):  # "1073741824 9f86d0...": where a piece ends, and its SHA-256
             begin = end
             end = int(entry.split()[0])
-            pieces.append(Piece(path / file, begin, end))
-            expected.append(entry.split()[1])
+            expected[Piece(path / file, begin, end)] = entry.split()[1]
         require_file(path / file)
         if (path / file).stat().st_size != end:
             raise Damaged(f"{path / file} is damaged: it is not as long as what was saved")
-    mine = pieces[rank::n_ranks]
-    for piece, found, digest in zip(mine, digests_of(mine), expected[rank::n_ranks], strict=True):
-        if found != digest:
+    for piece, digest in digests_of(list(expected)[rank::n_ranks]).items():
+        if digest != expected[piece]:
             raise Damaged(f"{piece.path} is damaged: it is not what was saved")
 
 
@@ -240,19 +222,16 @@ def _open_folder(path, stems):
         _verify(path, run, small & run["digests"].keys())  # also what sample.py will read
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
-    if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):
-        raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
             config["nanocria_tokenizer"] = name
     tensors = {}
     for stem in stems:
-        of_stem = _tensors_of(path, "adapter_model" if adapted and stem == "model" else stem)
-        for name, info in of_stem.items():
-            if run is None and stem == "model" and info.dtype not in WEIGHT_DTYPES:
-                raise ValueError(f"{path} has {name:.200} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
-        tensors |= of_stem
+        tensors |= _tensors_of(path, "adapter_model" if adapted and stem == "model" else stem)
+    for name, info in tensors.items():
+        if run is None and info.dtype not in WEIGHT_DTYPES and not info.file.startswith("optimizer"):
+            raise ValueError(f"{path} has {name} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
     if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
         tensors[EMBEDDING] = tensors.pop(HEAD)
     return Folder(path, run, config, tensors, adapter)
@@ -269,55 +248,26 @@ def _tensors_of(path, stem):
     if not index.exists():
         only = "only whole models in .safetensors are read, and convert.py's"
         raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
-    file_of = read_object(index).get("weight_map")
-    if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
-        raise Damaged(f"{index} has no weight_map from tensor names to file names")
-    in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
-    lost = [name for name, file in file_of.items() if name not in in_file[file]]
-    if lost:
-        raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
-    return {name: in_file[file][name] for name, file in file_of.items()}
-
-
-def _is_file_name(name):
-    return isinstance(name, str) and name == os.path.basename(name)  # no file of another folder
+    tensors = {}
+    for file in sorted(set(read_object(index)["weight_map"].values())):
+        tensors |= _tensors_in(path, file)
+    return tensors
 
 
 def _open_tensors(path):
     require_file(path)
     with open(path, "rb") as file:  # an OSError says why it cannot be opened, the package's does not
-        head = file.read(100)
+        refuse_lfs_pointer(file.read(100), path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        problem = LFS_ADVICE if is_lfs_pointer(head) else f"is damaged, or not a safetensors file: {error!s:.200}"
-        raise Damaged(f"{path} {problem}") from error
+        raise Damaged(f"{path} is damaged, or not a safetensors file: {error!s:.200}") from error
 
 
 def _tensors_in(path, file):
     opened = _open_tensors(path / file)
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-
-
-def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
-    """Where a tensor is. ValueError if the folder has none of this shape."""
-    info = folder.tensors.get(name)
-    if info is None or info.shape != tuple(shape):
-        found = f"shape {info.shape}" if info else "none"
-        raise ValueError(f"expected {name} of shape {tuple(shape)}: {folder.path} has {found}")
-    return info
-
-
-def check_sizes(folder: Folder, settings: dict) -> None:
-    """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
-    take any amount of memory: call it before building one. settings: read_config's.
-    """
-    n_embd = settings["n_embd"]
-    last_layer = f"model.layers.{settings['n_layer'] - 1}"
-    find_tensor(folder, EMBEDDING, (settings["vocab_size"], n_embd))
-    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
-    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
 
 
 @torch.no_grad()
@@ -327,8 +277,11 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     The file is mapped for this tensor alone: pages that were read count as the process's memory until it is unmapped.
     Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
     """
-    info = find_tensor(folder, rows.name, rows.shape)
+    info = folder.tensors.get(rows.name)
     x = rows.tensor
+    if info is None or info.shape != tuple(rows.shape):
+        found = f"shape {info.shape}" if info else "none"
+        raise ValueError(f"expected {rows.name} of shape {tuple(rows.shape)}: {folder.path} has {found}")
     if len(x) == 0:
         return
     saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
@@ -444,7 +397,6 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     verify(folder)
     settings, _ = read_config(folder)
     base = open_base(folder) if folder.adapter else None
-    check_sizes(base or folder, settings)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:

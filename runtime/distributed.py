@@ -199,10 +199,7 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
     kind = ValueError if isinstance(failure, ValueError) else OSError
     if type(failure).__init__ is ValueError.__init__:  # it takes one message, unlike UnicodeDecodeError
         kind = type(failure)
-    failures = [(kind, _reason(failure)) if failure else None]  # of all ranks
-    if dist.is_initialized():
-        failures = failures * dist.get_world_size(group)
-        dist.all_gather_object(failures, failures[0], group)
+    failures = from_all_ranks((kind, _reason(failure)) if failure else None, group)
     for other, failed in enumerate(failures):
         if failed:
             kind, reason = failed
@@ -216,6 +213,14 @@ def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = N
     if dist.is_initialized():
         dist.broadcast_object_list(values, group=group, group_src=0, device=torch.device("cpu"))
     return values[0]
+
+
+def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """The value of each rank, on every rank. Every rank must call it."""
+    values = [value] * group_size(group)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -246,9 +251,7 @@ def code_of_this_rank() -> dict[str, str]:
 
 def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
     """End the run if these values are not the same on all ranks. Every rank must call it."""
-    by_rank = [{name: repr(value) for name, value in values.items()}] * world_size
-    if world_size > 1:
-        dist.all_gather_object(by_rank, by_rank[0])
+    by_rank = from_all_ranks({name: repr(value) for name, value in values.items()})
     names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # a dict keeps their order
     differing = [name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1]
     if differing:

@@ -17,26 +17,18 @@ from typing import TextIO
 
 from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
-from data.tokenizer import (
-    dataset_files,
-    parse,
-    replace_files,
-    to_json,
-    tokenizer_of,
-)
+from data.tokenizer import dataset_files, parse, read_files, replace_files, to_json, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
     TOKENIZER_FILES,
     Damaged,
     Folder,
-    check_sizes,
     checkpoints,
     is_model,
     newest,
     open_base,
     open_folder,
     read_base,
-    read_file,
     read_weights,
     verify,
 )
@@ -161,7 +153,6 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
             _require_same_start(start, settings["init_from"])
         _require_same_tokenizer(start, resumes, settings, dataset)
         _require_same_settings(start, resumes, config, settings)
-        check_sizes(_base_of(start, settings) or start, read_config(start)[0])
 
 
 def _is_checkpoint_of(start, out_dir):
@@ -316,7 +307,7 @@ def hf_files(
     def read():
         files = {}
         if folder:
-            files = {name: read_file(folder.path / name) for name in TOKENIZER_FILES if (folder.path / name).exists()}
+            files = read_files(folder.path, TOKENIZER_FILES)
         if data:
             files = replace_files(files, dataset_files(data, dataset))
         if "tokenizer.json" not in files:

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections import ChainMap
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from runtime import memory_stats
 from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, pieces_of, read_run
 from runtime.distributed import (
     all_reduce_max,
+    from_all_ranks,
     from_rank_0,
     group_rank,
     group_size,
@@ -46,7 +48,6 @@ from runtime.distributed import (
 )
 from runtime.hf import Rows, hf_rows
 
-PAUSES = "training will pause while a checkpoint is written"
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8",
 }  # fmt: skip
@@ -107,18 +108,21 @@ class Saver:
         n_bytes = sum(local(x).nbytes for x in tensors.values())
         # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
-        self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        self.pauses = (
+            "training will pause while a checkpoint is written: saving in the background takes "
+            f"{n_bytes / 2**30:.1f} GiB of CPU memory"
+        )
         if async_save and optimizer.place.async_save and keep_last:
             if missing <= 0:
                 self.copies = self.thread.submit(self._allocate, tensors)  # 15 GB take seconds: in the first steps
             else:
-                print0(f"{PAUSES}: {self.needed}, but less is free", file=sys.stderr)
+                print0(f"{self.pauses}, but less is free", file=sys.stderr)
 
     def _allocate(self, tensors):
         try:
             return {key: _pinned_like(x) for key, x in tensors.items()}
         except (OSError, RuntimeError) as error:
-            say(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
+            say(f"{self.pauses} ({error})", file=sys.stderr)
             return None
 
     def save(self, step: int, run: dict, wait: bool) -> str:
@@ -254,8 +258,6 @@ def write_folder(
     tensors: keyed by their file, "model" or "optimizer". hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
-    rank = group_rank(group)
-    n_ranks = group_size(group)
     headers = {folder / f"{stem}.safetensors": _header(rows) for stem, rows in tensors.items()}
     model = min(tensors)  # "model" or "adapter_model", before "optimizer"
     hf_files = hf_files | {f"{model}.safetensors.index.json": _index(f"{model}.safetensors", tensors[model])}
@@ -269,24 +271,16 @@ def write_folder(
             _write_file(path, header, n_bytes)
 
     from_rank_0(create, group)
-    for path, rows in zip(headers, tensors.values(), strict=True):
-        begins = headers[path][1]
-        on_all_ranks(lambda path=path, rows=rows, begins=begins: _write_rows(path, rows, begins), group)
-    pieces = [piece for path, (_, _, n_bytes) in headers.items() for piece in pieces_of(path, n_bytes)]
-    digests_of_ranks = [on_all_ranks(lambda: digests_of(pieces[rank::n_ranks]), group)]
-    if dist.is_initialized():
-        digests_of_ranks *= n_ranks
-        dist.all_gather_object(digests_of_ranks, digests_of_ranks[0], group)
+    for (path, (_, begins, _)), rows in zip(headers.items(), tensors.values(), strict=True):
+        on_all_ranks(partial(_write_rows, path, rows, begins), group)
+    pieces = from_rank_0(lambda: [piece for path in folder.iterdir() for piece in pieces_of(path)], group)
+    mine = pieces[group_rank(group) :: group_size(group)]  # the ranks share the reading
+    digests = ChainMap(*from_all_ranks(on_all_ranks(lambda: digests_of(mine), group), group))
 
     def finish():
-        small = [piece for name in hf_files for piece in pieces_of(folder / name, len(hf_files[name]))]
-        digests = digests_of(small)
-        in_order = [""] * len(pieces)
-        for i, of_rank in enumerate(digests_of_ranks):
-            in_order[i::n_ranks] = of_rank
         by_file = {}
-        for piece, digest in zip(small + pieces, digests + in_order, strict=True):
-            by_file.setdefault(piece.path.name, []).append(f"{piece.end} {digest}")
+        for piece in pieces:
+            by_file.setdefault(piece.path.name, []).append(f"{piece.end} {digests[piece]}")
         content = json.dumps(run | {"digests": by_file})
         finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON
         finite["digest"] = digest_of_run(finite)

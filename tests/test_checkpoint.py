@@ -115,18 +115,12 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
     folder = open_folder(tmp_path)
     assert folder.run is None and folder.config["hidden_size"] == 5
     for first, last in ((0, 9), (3, 3), (2, 7), (8, 9)):
-        rounded = torch.zeros(last - first, 5, dtype=torch.bfloat16)
-        strided = torch.zeros(last - first, 10)[:, ::2]
-        for out in (rounded, strided):
-            read_rows(folder, Rows("x", out.dtype, x.shape, first, out))
-        assert torch.equal(rounded, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
-    for name, other, expected in (
-        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has shape \(9, 5\)"),
-        ("y", torch.zeros(9, 4), r"expected y of shape \(9, 4\): .* has none"),
-        ("x", torch.zeros(9, 5, dtype=torch.int32), "has x in torch.float32: expected torch.int32"),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            read_rows(folder, Rows(name, other.dtype, other.shape, 0, other))
+        out = torch.zeros(last - first, 5, dtype=torch.bfloat16)
+        read_rows(folder, Rows("x", out.dtype, x.shape, first, out))
+        assert torch.equal(out, x[first:last].bfloat16())
+    integers = torch.zeros(9, 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="has x in torch.float32: expected torch.int32"):
+        read_rows(folder, Rows("x", integers.dtype, x.shape, 0, integers))
 
 
 def resident_mib():
@@ -272,24 +266,6 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file):
         read(path, TINY, states)
 
 
-@pytest.mark.parametrize("index, message", [
-    ({"weight_map": {"x": ["model-1.safetensors"]}}, "has no weight_map"),
-    ({"weight_map": {"x": "../model-1.safetensors"}}, "has no weight_map"),
-    ({"weight_map": {"x": "model-1.safetensors", "y": "model-1.safetensors"}}, "says that 'y' is in model-1"),
-    ({"weight_map": {"x": "other.safetensors"}}, "other.safetensors is missing"),
-    ({"weight_map": {"x": "half.safetensors"}}, "half.safetensors is damaged, or not a safetensors file"),
-], ids=str)  # fmt: skip
-def test_an_index_names_only_files_in_its_folder_that_hold_what_it_says(tmp_path, index, message):
-    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model-1.safetensors")
-    (tmp_path / "half.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes()[:-1])
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
-    assert open_folder(tmp_path).tensors.keys() == {"x"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Damaged, match=message):
-        open_folder(tmp_path)
-
-
 def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(tmp_path, monkeypatch):
     fsync = os.fsync
     rename = Path.rename
@@ -361,8 +337,6 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
     damage(path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         load_model(tmp_path / "out")
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        load_model(str(tmp_path))
 
 
 @pytest.mark.usefixtures("published_model")
