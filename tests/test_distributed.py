@@ -200,12 +200,17 @@ def test_sync_every_micro_batch_false_reduces_gradients_once_a_step(train, tmp_p
         assert f"reduce-scatters {expected}\n" in done.stdout, done.stdout + done.stderr
 
 
-def test_ranks_with_different_settings_or_data_stop_before_training(train, tmp_path):
+def test_ranks_with_different_settings_data_or_code_stop_before_training(train, tmp_path):
     other_data = (
         "import data.tokens as m; read = m.read_meta; m.read_meta = lambda folder: read(folder) | {'val_bytes': 1}"
     )
     other_flags = "sys.argv += ['--seed=2', '--dataset=pystdlib']"
-    for there, expected in ((other_flags, "dataset, seed"), (other_data, "the dataset's val_bytes")):
+    other_code = (
+        "import hashlib as m; sha256 = m.sha256\n"
+        "    m.sha256 = lambda content=b'': sha256(content + b'# edited' * (b'def epoch_order' in content))"
+    )
+    differing = {other_flags: "dataset, seed", other_data: "the dataset's val_bytes", other_code: "data/loader.py"}
+    for there, expected in differing.items():
         script = wrapped(tmp_path, f"if os.environ['RANK'] == '1':\n    {there}")
         done = train(2, script, code=1)
         assert f"the ranks differ in {expected}: " in done.stderr, done.stderr

@@ -187,9 +187,5 @@ def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
     with pytest.raises(ValueError, match="at least one token to continue"):
         next(generate(model, [[1], []], 2))
     n = model.config.vocab_size
-    for beyond in (
-        lambda: next(generate(model, [[1], [0, n]], 2)),
-        lambda: next(log_likelihoods(model, [([n, 1], [0, 1])], 1)),
-    ):
-        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, but the model has {n:,} tokens"):
-            beyond()
+    with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, but the model has {n:,} tokens"):
+        next(log_likelihoods(model, [([n, 1], [0, 1])], 1))

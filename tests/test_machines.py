@@ -125,26 +125,6 @@ def test_a_signal_to_one_machine_ends_all_with_a_checkpoint(machines):
     assert checkpoint.newest(both.out_dir) is not None, both.text()
 
 
-def test_machines_with_different_code_do_not_train(tmp_path, text_data):
-    shutil.copytree(ROOT, tmp_path / "other", ignore=shutil.ignore_patterns(".*", "out", "tests", "benchmarks"))
-    with open(tmp_path / "other/data/loader.py", "a") as file:
-        file.write("# another order of the data\n")
-    environment = os.environ | PLAIN | dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    words = flags(LONGER | dict(dataset=text_data, out_dir=tmp_path / "out"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, root / "train.py", *words], stderr=subprocess.PIPE, text=True,
-            env=environment | dict(RANK=str(rank), LOCAL_RANK="0"),
-        )
-        for rank, root in enumerate((ROOT, tmp_path / "other"))
-    ]  # fmt: skip
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1], errors
-    expected = "the ranks differ in data/loader.py: give every machine the same code"
-    assert all(expected in said for said in errors), errors
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_slurm_script_saves_before_its_time_is_over_and_resumes(tmp_path, text_data, alone):
     """With stand-ins for srun and scontrol."""
     for name, line in COMMANDS.items():

@@ -1,7 +1,6 @@
 """runtime/memory_stats.py: free memory, settings of PyTorch's allocator."""
 
 import pytest
-import torch
 
 from runtime import memory_stats
 
@@ -28,15 +27,3 @@ def test_cpu_available_is_the_least_of_machine_and_control_groups(tmp_path, line
         (cgroups / name / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nslab 7\n")
     assert memory_stats.cpu_available(proc, cgroups) == expected
     assert memory_stats.cpu_available(tmp_path / "none", tmp_path / "none") == float("inf")  # not Linux
-
-
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_unless_the_user_configures_the_allocator(monkeypatch, name):
-    said = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
-    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(other, raising=False)
-    if name:
-        monkeypatch.setenv(name, "max_split_size_mb:512")
-    memory_stats.let_segments_grow()
-    assert said == ([] if name else ["expandable_segments:True"])

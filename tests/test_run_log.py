@@ -13,7 +13,7 @@ import torch
 
 from runtime import run_log, save
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, finish, metrics, prose
+from tests.runs import metrics, prose
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -134,15 +134,6 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
         file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b'\xff}\n{"step": 9, "lo')
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
-
-
-def test_wandb_gets_every_number_offline(text_data, tmp_path):
-    pytest.importorskip("wandb")
-    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", wandb_log=True)
-    finish(settings, WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    content = written.read_bytes()
-    assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
 
 
 def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, monkeypatch, capsys):

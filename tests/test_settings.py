@@ -85,7 +85,6 @@ MISTAKES = [
     (dict(dataset="no_such_data"), "no_such_data"),
     (dict(device="cuda"), "torch finds no CUDA device"),
     (dict(n_head=3), "n_head"),
-    (dict(init_from="no/such/folder"), "hf download"),
     (dict(init_from="resume"), "holds no checkpoint"),
 ]
 

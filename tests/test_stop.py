@@ -31,7 +31,6 @@ from tests.runs import (
     losses,
     metrics,
     run,
-    run_torchrun,
     start,
     step_losses,
     torchrun,
@@ -95,15 +94,6 @@ def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kil
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-def noting_its_pid(folder, before):
-    """A script for torchrun in which each rank leaves a file named after its process id."""
-    return wrapped(folder, f"open(f'{folder}/rank{{os.getpid()}}', 'w').close()\n{before}")
-
-
-def ranks_in(folder):
-    return [int(path.name[4:]) for path in folder.glob("rank*")]
-
-
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_on_one(train_on_ranks, alone, tmp_path):
     script = wrapped(tmp_path, at_read(30, "os.kill(os.getpid(), signal.SIGKILL)", "1"))
     done = train_on_ranks(2, script, code=1)
@@ -113,26 +103,17 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes_on_one(train_on_ranks
     assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
 
 
-def test_torchrun_restarts_the_ranks_after_a_kill_and_they_resume(text_data, alone, tmp_path):
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", init_from="scratch")
-    kill = at_read(30, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)", "1")
-    done = run_torchrun(2, settings, noting_its_pid(tmp_path, kill), ["--max-restarts=1"])
-    pids = ranks_in(tmp_path)
-    assert len(pids) == 4 and not any(map(alive, pids)), "a rank was left behind"
-    assert done.returncode == 0, done.stderr
-    assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
-    script = noting_its_pid(tmp_path, "")
+    script = wrapped(tmp_path, f"open(f'{tmp_path}/rank{{os.getpid()}}', 'w').close()")
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(torchrun(2, settings, script), cwd=ROOT, stdout=log, stderr=log)
     wait_until(lambda: "step 00015/" in (tmp_path / "log").read_text(), "it does not begin")
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(alive, ranks_in(tmp_path))), "a rank was left behind")
+    ranks = [int(path.name[4:]) for path in tmp_path.glob("rank*")]
+    wait_until(lambda: not any(map(alive, ranks)), "a rank was left behind")
     assert checkpoint.newest(tmp_path / "out") is not None, (tmp_path / "log").read_text()
 
 
