@@ -7,7 +7,6 @@ tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs 
 
 import base64
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
@@ -153,7 +152,8 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
         model = {"type": "BPE", "byte_fallback": True, "merges": [], "vocab": vocab}
         return content | {"pre_tokenizer": None, "model": model}
     ranks = encoding._mergeable_ranks
-    spelled = spell(ranks)
+    char_of = visible_bytes()
+    spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
     # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
     pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -170,12 +170,6 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
         "merges": merges, "vocab": {text: ranks[token] for token, text in spelled.items()},
     }  # fmt: skip
     return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "model": model}
-
-
-def spell(tokens: Iterable[bytes]) -> dict[bytes, str]:
-    """Each token as GPT-2's files spell it."""
-    char_of = visible_bytes()
-    return {token: "".join(map(char_of.__getitem__, token)) for token in tokens}
 
 
 def visible_bytes() -> dict[int, str]:

@@ -94,9 +94,9 @@ def write_dataset(
     val_text = bytearray()
     with write_lock(folder):
         counts = write_tokens(folder, keep_val_text(documents, val_text), tokenizer, **options)
-        extra = extra or {}
+        extra = dict(extra or {})
         if 0 < len(val_text) <= XZ_BYTES and "encode" not in options:  # of conversations not every byte is learned
-            extra = extra | {"xz_bits_per_byte": 8 * len(lzma.compress(val_text, preset=9)) / len(val_text)}
+            extra["xz_bits_per_byte"] = 8 * len(lzma.compress(val_text, preset=9)) / len(val_text)
         return write_meta(folder, tokenizer, {"": counts}, **extra)
 
 
@@ -142,19 +142,14 @@ def write_tokens(
                 counts[split].update(batch_counts)
             if progress:
                 progress(counts)
-        if not shard:
-            require_both_splits(counts)
+        n_train, n_val = (counts[split]["documents"] for split in SPLITS)
+        if not shard and (n_train == 0 or n_val == 0):
+            raise ValueError(
+                f"{n_train:,} training and {n_val:,} validation documents: both need at least one. "
+                "Give more text (copies count once), or change --val_fraction"
+            )
         (folder / "meta.json").unlink(missing_ok=True)  # it described the files now being replaced
     return {split: dict(counts[split], sha256=digests[split].hexdigest()) for split in SPLITS}
-
-
-def require_both_splits(counts: dict) -> None:
-    n_train, n_val = (counts[split]["documents"] for split in SPLITS)
-    if n_train == 0 or n_val == 0:
-        raise ValueError(
-            f"{n_train:,} training and {n_val:,} validation documents: both need at least one. "
-            "Give more text (copies count once), or change --val_fraction"
-        )
 
 
 def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **extra) -> dict:

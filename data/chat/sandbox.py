@@ -12,10 +12,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Marks in a rendered text: Unicode noncharacters, which no text may contain.
-BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
-ANSWER = "\ufdd1"  # before a text to learn
-ANSWER_END = "\ufdd2"  # after it
+BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text; no character of Unicode
 
 
 @functools.lru_cache(maxsize=8)

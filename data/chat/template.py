@@ -13,7 +13,7 @@ itself, bos included. It comes with downloaded files, so it runs in a sandbox (d
 import re
 
 from data.chat.formats import REASONING, parse_json
-from data.chat.sandbox import ANSWER, ANSWER_END, BREAK, compile_template, names_read
+from data.chat.sandbox import BREAK, compile_template, names_read
 from data.tokens import IS_DOC_START, IS_TARGET
 from data.vocabulary import Tokenizer, beginnings
 
@@ -28,7 +28,10 @@ LLAMA3_TEMPLATE = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
+# Marks in a rendered text, as BREAK: Unicode noncharacters, which no text may contain.
+ANSWER = "\ufdd1"  # before a text to learn
+ANSWER_END = "\ufdd2"  # after it
+MARKS = re.compile(f"[{BREAK}{ANSWER}{ANSWER_END}]")
 
 
 def template_of(tokenizer: Tokenizer) -> str:
@@ -69,8 +72,9 @@ def parse_arguments(call: dict) -> dict:
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a conversation up to where the assistant's next answer begins. ValueError as render."""
-    return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    """The ids of a conversation up to where the assistant's next answer begins. ValueError as write."""
+    inputs = inputs_of(tokenizer, messages) | {"add_generation_prompt": True}
+    return encode(tokenizer, write(template_of(tokenizer), inputs))
 
 
 def render_answers(
@@ -104,8 +108,6 @@ def render_answers(
         prompt = write_first(i, add_generation_prompt=True)
         upto = write_first(i + 1).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
-            if i == 0:
-                raise ValueError("the conversation begins with an answer: put a user or a system message before it")
             raise ValueError(
                 f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
                 "follow: put each answer at the end of a conversation of its own"
@@ -123,7 +125,7 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     ids = []
     is_target = []
     context = ""  # ids may depend on the text before them, but only back to the last special token
-    for i, part in enumerate(MARKS.split(text)):
+    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
         before = encode(tokenizer, context)
         both = encode(tokenizer, context + part)
         continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
@@ -132,17 +134,6 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
         context += part
         context = context[max([0, *(context.rfind(token) for token in tokenizer.special_tokens)]) :]
     return ids, is_target
-
-
-def render(
-    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = False
-) -> str:
-    """The text of messages in the tokenizer's template, with BREAK inside special tokens that the messages spell out.
-
-    ValueError if the template is broken or refuses the messages.
-    """
-    inputs = inputs_of(tokenizer, messages, tools) | {"add_generation_prompt": add_generation_prompt}
-    return write(template_of(tokenizer), inputs)
 
 
 def inputs_of(
@@ -158,7 +149,7 @@ def inputs_of(
 
 
 def write(template: str, inputs: dict) -> str:
-    """What a template writes. ValueError if it fails."""
+    """What a template writes. ValueError if it is broken, or refuses the messages."""
     compiled = compile_template(template)
     try:
         return without_surrogates(compiled.render(inputs))
@@ -181,7 +172,7 @@ def broken(value, tokenizer: Tokenizer):
     if not isinstance(value, str):
         return value
     value = without_surrogates(value)
-    if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
+    if MARKS.search(value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
     return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
 
@@ -195,4 +186,4 @@ def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], lis
     ids, is_target = encode_answers(tokenizer, text)
     mask = [IS_TARGET * target for target in is_target]
     mask[0] = IS_DOC_START  # there is nothing to predict it from
-    return ids, mask, len(re.sub(f"[{BREAK}{ANSWER}{ANSWER_END}]", "", text).encode())
+    return ids, mask, len(MARKS.sub("", text).encode())

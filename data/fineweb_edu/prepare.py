@@ -15,13 +15,14 @@ A hash of a document's text decides its split, so all copies of a page go to the
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.command import Progress, add_text_options, make_parser, print_summary, run_script, tokenizer_for_data
 from data.files import read_json, write_json
 from data.meta import SPLITS
-from data.rows import Bad, field_of
+from data.rows import Bad, field_of, reading
 from data.tokens import token_dtype
 from data.write import Document, split_of, write_lock, write_meta, write_tokens
 
@@ -51,27 +52,20 @@ def download(name: str) -> str:
     return hf_hub_download(REPO, name, repo_type="dataset")
 
 
-def read_column(path: Path, field: str) -> Iterator:
-    """Yield a column's values, ROWS in memory at a time."""
+def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
+    """Yield (split, text) from a parquet file, ROWS in memory at a time."""
     import pyarrow.parquet
 
-    try:
+    with reading(path, bad):
         parquet = pyarrow.parquet.ParquetFile(path, pre_buffer=False)  # not a whole row group in memory
         names = parquet.schema_arrow.names
-        if names.count(field) != 1:
+        if field not in names:
             raise ValueError(f"no column {field!r} but {', '.join(names):.200}: set --field")
-        for batch in parquet.iter_batches(ROWS, columns=[field]):
-            yield from batch.column(0).to_pylist()
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
-    """Yield (split, text) from a parquet file."""
-    for number, value in enumerate(read_column(path, field), start=1):
-        where = f"{path} row {number}"
-        if text := field_of({field: value}, field, where, bad):
-            yield split_of(text, val_fraction), text
+        batches = parquet.iter_batches(ROWS, columns=[field])
+        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, value in enumerate(values, start=1):
+            if text := field_of({field: value}, field, f"{path} row {number}", bad):
+                yield split_of(text, val_fraction), text
 
 
 def finished_shard(folder: Path, suffix: str, source: dict, itemsize: int) -> dict | None:
