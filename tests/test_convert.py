@@ -324,13 +324,8 @@ def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, c
     (tmp_path / "hf/chat_template.jinja").unlink()
     path = tmp_path / "hf/tokenizer_config.json"
     old = json.loads(path.read_text())
-    (tmp_path / "chats.jsonl").write_text(
-        "".join(
-            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
-            + "\n"
-            for i in range(40)
-        )
-    )
+    rows = [json.dumps({"prompt": f"{i}?", "completion": f"{i}!"}) for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
     trained = CHATML + "{# trained #}"
     (tmp_path / "trained.jinja").write_text(trained)
     for templates in (CHATML, [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ 1 }}"}]):

@@ -344,14 +344,10 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
             fineweb_edu.prepare(source, tmp_path / "out", **OPTIONS | options)
 
 
-def test_fineweb_reads_all_string_types_and_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
-    rows = [f"text {i}" for i in range(2000)]
-    rows[1500] = None
-    strings = pyarrow.array(rows)
-    for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
-        path = write_parquet(tmp_path / "some.parquet", text=column)
-        with pytest.raises(ValueError, match="some.parquet row 1501 has 'text' of type NoneType, expected a string"):
-            fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
-        meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
-        assert meta["train_documents"] + meta["val_documents"] == 1999
-        assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+def test_fineweb_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
+    path = write_parquet(tmp_path / "some.parquet", text=[None if i == 1500 else f"text {i}" for i in range(2000)])
+    with pytest.raises(ValueError, match="some.parquet row 1501 has 'text' of type NoneType, expected a string"):
+        fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+    meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
+    assert meta["train_documents"] + meta["val_documents"] == 1999
+    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out

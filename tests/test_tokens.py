@@ -16,7 +16,7 @@ import pytest
 import tiktoken
 
 from data import write
-from data.loader import FOLDER, Packed, dataset_folder, open_dataset
+from data.loader import FOLDER, dataset_folder, open_dataset
 from data.meta import FIELDS, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
@@ -203,14 +203,6 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
     _, val = open_dataset(str(folder), block_size, 0, vocab_size=512, mask_documents=targets)
     with pytest.raises(ValueError, match=rf"\.bin holds token {token}, but vocab_size is 257"):
         val.read(range(val.n_blocks))
-
-
-def test_padding_is_never_a_target_and_targets_are_the_tokens_of_the_mask(strangers):
-    folder = strangers()
-    train = Packed(Tokens(folder, "train"), 20, None, 0)
-    tokens, targets, _ = train.unpack(train.read([0]))
-    assert tokens[0].tolist() == [*range(48, 58), 256, *[256] * 9]
-    assert targets[0].tolist() == [*range(49, 58), 256, *[-100] * 10]
 
 
 def test_error_while_writing_keeps_the_older_dataset(tmp_path):

@@ -88,10 +88,6 @@ def parse_json(value: Any, kind: type) -> Any:
 # Formats
 
 
-def from_messages(row: dict) -> list:
-    return list_of_messages(row, "messages")
-
-
 def from_prompt_and_completion(row: dict) -> list:
     """Two texts, or two lists of messages. As in TRL, an answer within the prompt is not learned."""
     prompt = row["prompt"]
@@ -136,7 +132,7 @@ def from_alpaca(row: dict) -> list:
 
 
 FORMATS = {  # name: the keys that tell it, keys that it may have, its reader
-    "messages": ({"messages"}, set(), from_messages),
+    "messages": ({"messages"}, set(), lambda row: list_of_messages(row, "messages")),
     "prompt and completion": ({"prompt", "completion"}, set(), from_prompt_and_completion),
     "ShareGPT": ({"conversations"}, set(), from_sharegpt),
     "Alpaca": ({"instruction", "output"}, {"input", "history"}, from_alpaca),
