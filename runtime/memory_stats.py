@@ -38,15 +38,21 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     return available
 
 
+def missing_cpu_bytes(n_bytes: float) -> float:
+    """The bytes that a machine lacks if each of its ranks takes n_bytes, or minus what is left. The largest over all
+    machines. Every rank must call it.
+    """
+    return all_reduce_max([n_bytes * local_world_size - cpu_available()])[0]
+
+
 def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
     """End the run if n_bytes per rank exceed the free CPU memory: else the kernel would kill it silently.
 
     Every rank must call it. what: "a step needs", for example; fix: what to do.
     """
-    n_bytes *= local_world_size
-    missing = all_reduce_max([n_bytes - cpu_available()])[0]
+    missing = missing_cpu_bytes(n_bytes)
     if missing > 0:
-        needed = n_bytes / 2**30
+        needed = n_bytes * local_world_size / 2**30
         available = needed - missing / 2**30
         stop(f"{what} {needed:.1f} GiB of CPU memory, but only {available:.1f} GiB are available: {fix}")
 

@@ -33,13 +33,11 @@ from model import LlamaConfig
 from runtime import memory_stats
 from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, pieces_of, read_run
 from runtime.distributed import (
-    all_reduce_max,
     from_all_ranks,
     from_rank_0,
     group_rank,
     group_size,
     local,
-    local_world_size,
     on_all_ranks,
     print0,
     say,
@@ -107,7 +105,7 @@ class Saver:
         tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
         n_bytes = sum(local(x).nbytes for x in tensors.values())
         # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
-        missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
+        missing = memory_stats.missing_cpu_bytes(n_bytes + reserved)
         self.pauses = (
             "training will pause while a checkpoint is written: saving in the background takes "
             f"{n_bytes / 2**30:.1f} GiB of CPU memory"
@@ -260,20 +258,21 @@ def write_folder(
     """
     headers = {folder / f"{stem}.safetensors": _header(rows) for stem, rows in tensors.items()}
     model = min(tensors)  # "model" or "adapter_model", before "optimizer"
-    hf_files = hf_files | {f"{model}.safetensors.index.json": _index(f"{model}.safetensors", tensors[model])}
+    index = {f"{model}.safetensors.index.json": _index(f"{model}.safetensors", tensors[model])}
+    small = {folder / name: content for name, content in (hf_files | index).items()}
 
     def create():
         shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
         folder.mkdir(parents=True)
-        for name, content in hf_files.items():
-            _write_file(folder / name, content)
+        for path, content in small.items():
+            _write_file(path, content)
         for path, (header, _, n_bytes) in headers.items():
             _write_file(path, header, n_bytes)
 
     from_rank_0(create, group)
     for (path, (_, begins, _)), rows in zip(headers.items(), tensors.values(), strict=True):
         on_all_ranks(partial(_write_rows, path, rows, begins), group)
-    pieces = from_rank_0(lambda: [piece for path in folder.iterdir() for piece in pieces_of(path)], group)
+    pieces = from_rank_0(lambda: [piece for path in [*small, *headers] for piece in pieces_of(path)], group)
     mine = pieces[group_rank(group) :: group_size(group)]  # the ranks share the reading
     digests = ChainMap(*from_all_ranks(on_all_ranks(lambda: digests_of(mine), group), group))
 

@@ -311,7 +311,7 @@ def test_a_synchronous_save_writes_the_same_checkpoint(train, tmp_path, capsys, 
     n = train(out_dir=tmp_path / "beside")["model"].n_params()
     # asked for a step, then for the copies of w, m and v, which take 12n
     free = iter([10**12, 2 * (16 * n + 100)])
-    monkeypatch.setattr(save, "local_world_size", 2)  # as if another rank on this machine allocated as much
+    monkeypatch.setattr(memory_stats, "local_world_size", 2)  # as if another rank on this machine allocated as much
     monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(free))
     monkeypatch.setattr(memory_advice, "cpu_bytes_to_come", lambda config, run_shape: 4 * n + 101)
     monkeypatch.setattr(save.Saver, "_copy", lambda self, *more: pytest.fail("a copy"))

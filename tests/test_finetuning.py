@@ -173,13 +173,10 @@ def test_a_checkpoint_without_a_loss_or_with_a_damaged_one_is_not_the_best(train
 
 @pytest.mark.parametrize("settings", [
     {},
-    dict(dtype="bfloat16", tie_embeddings=False),
     dict(activation_checkpointing="full", mlp_chunks=3),
     dict(activation_checkpointing="selective", offload_activations=True),
-    dict(kernels="none", offload="optimizer"),
     dict(offload="all", n_layer=5, activation_checkpointing="full"),
     dict(mask_documents=True, n_embd=64, optimizer="muon"),
-    dict(optimizer="galore", galore_rank=8),
 ], ids=str)  # fmt: skip
 def test_a_sample_changes_no_loss_and_no_random_state(train, tmp_path, capsys, settings):
     random_state = torch.get_rng_state()

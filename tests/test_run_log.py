@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from runtime import run_log, save
-from tests.datasets import toy_dataset
-from tests.runs import metrics, prose
+from tests.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -42,15 +41,6 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
     assert max(line["ms"] for line in steps) < 86400e3
     assert run["log"].file.closed
     assert [line["tok_per_s"] * line["ms"] / 1000 for line in steps] == pytest.approx([4 * 32] * 8, rel=0.01)
-
-
-@pytest.mark.parametrize("n_tokens, said", [(1025, True), (121, False)])
-def test_bits_per_byte_are_reported_if_99_percent_of_the_validation_tokens_were_read(
-    train, tmp_path, capsys, n_tokens, said
-):
-    toy_dataset(tmp_path / "data", train=[prose(0, 4000)], val=[prose(0, 1000)[: n_tokens - 1]])
-    train(dataset=tmp_path / "data", eval_iters=50, max_iters=1)
-    assert ("bits per byte" in capsys.readouterr().out) == said
 
 
 def test_logged_speeds_are_computed_from_the_seconds(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from tests.runs import ROOT, SMALL, error_of, flags
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
-REFUSED = [  # flags; what the sentence names
+REFUSED = [  # flags; what the sentence names; the ranks
     ("--batch_size=0", "batch_size is 0: it must be at least 1"),
     ("--warmup_iters=-1", "warmup_iters is -1: it must be at least 0"),
     ("--min_lr=1e-2 --learning_rate=1e-3", "min_lr"),
@@ -31,25 +31,21 @@ REFUSED = [  # flags; what the sentence names
     ("--epochs=0", "epochs is 0: it must be at least 1"),
     ("--sample_prompt=a --compile=true", "sample_prompt"),
     ("--sample_prompt=a --fp8=true", "sample_prompt"),
+    ("--sample_prompt=a --gradient_accumulation_steps=2", "sample.py", 2),
+    ("--gradient_accumulation_steps=5", "--gradient_accumulation_steps=4", 4),
 ]
+ACCEPTED = [("--sample_prompt=a --gradient_accumulation_steps=2", 1), ("--gradient_accumulation_steps=5", 5)]
 
 
-@pytest.mark.parametrize("words, named", REFUSED)
-def test_settings_that_cannot_work_together_get_a_sentence_that_names_what_to_change(words, named):
+@pytest.mark.parametrize("words, named, ranks", [(*case, 1)[:3] for case in REFUSED])
+def test_settings_that_cannot_work_together_get_a_sentence_that_names_what_to_change(words, named, ranks):
     settings = preview(ROOT / "train.py", [*flags(SMALL), *words.split()])
-    assert named in find_problem(settings, world_size=1)
+    assert named in find_problem(settings, ranks)
 
 
-def test_micro_batches_must_divide_among_the_ranks():
-    settings = preview(ROOT / "train.py", [*flags(SMALL), "--gradient_accumulation_steps=5"])
-    assert "--gradient_accumulation_steps=4" in find_problem(settings, world_size=4)
-    assert find_problem(settings, world_size=5) is None
-
-
-def test_a_sample_needs_a_single_rank():
-    settings = preview(ROOT / "train.py", [*flags(SMALL), "--sample_prompt=a", "--gradient_accumulation_steps=2"])
-    assert find_problem(settings, world_size=1) is None
-    assert "sample.py" in find_problem(settings, world_size=2)
+@pytest.mark.parametrize("words, ranks", ACCEPTED)
+def test_the_same_settings_are_accepted_on_ranks_that_suit_them(words, ranks):
+    assert find_problem(preview(ROOT / "train.py", [*flags(SMALL), *words.split()]), ranks) is None
 
 
 @pytest.mark.parametrize("config, words, epochs", [
