@@ -10,10 +10,9 @@ import signal
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
@@ -64,40 +63,31 @@ def encode_documents(
             processes.append(process)
             pipes.append(pipe)
         for pipe, batch in zip(pipes, first, strict=True):
-            send(pipe, (tokenizer, encode))
-            send(pipe, batch)
-        for batch in waiting:
+            with worker_alive():
+                pipe.send((tokenizer, encode))
+                pipe.send(batch)
+        for batch in chain(waiting, [None] * len(first)):  # None: no batch is left, only the last results
             pipe = pipes.popleft()
-            encoded = receive(pipe)
-            send(pipe, batch)
+            with worker_alive():
+                encoded = pipe.recv()
+                if batch:
+                    pipe.send(batch)
+            if isinstance(encoded, Exception):
+                raise encoded
             pipes.append(pipe)
             yield encoded
-        for pipe in pipes:
-            yield receive(pipe)
     finally:
         for process in processes:
             process.terminate()
 
 
-def send(pipe: Connection, content: Any) -> None:
+@contextmanager
+def worker_alive():
+    """Where a pipe is used: say so if its other end is gone."""
     try:
-        pipe.send(content)
-    except OSError as error:
-        raise worker_died() from error
-
-
-def receive(pipe: Connection) -> dict:
-    try:
-        encoded = pipe.recv()
+        yield
     except (EOFError, OSError) as error:
-        raise worker_died() from error
-    if isinstance(encoded, Exception):
-        raise encoded
-    return encoded
-
-
-def worker_died() -> OSError:
-    return OSError("a worker process died, perhaps out of memory: try fewer --workers")
+        raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from error
 
 
 def work(pipe: Connection) -> None:
