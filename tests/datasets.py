@@ -10,6 +10,7 @@ from data.tokenizer import get_tokenizer
 from data.tokens import Tokens
 from data.write import write_dataset
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
 TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is not special in text", "a" * 1000]
 
 

@@ -132,7 +132,6 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, out):
 
 @pytest.mark.parametrize("words, message", [
     (["--val_fraction=10", "--input", ROOT / "config"], "val_fraction is 10.0, expected a share above 0 and below 1"),
-    (["--workers=two"], "invalid int value: 'two'"),
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
     (["--tokenizer=train:4k"], "expected a number of tokens, as in train:8192"),

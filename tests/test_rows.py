@@ -16,7 +16,7 @@ import pytest
 
 from data.rows import open_zstd
 from data.text import prepare as text
-from tests.datasets import contents, texts_of
+from tests.datasets import LFS_POINTER, contents, texts_of
 from tests.runs import ROOT
 
 pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
@@ -33,7 +33,6 @@ def zstd(content):
 TEXTS = [f"row {i} é" for i in range(40)]
 ROWS = [{"text": row} for row in TEXTS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
 
 
 @pytest.fixture
@@ -146,7 +145,6 @@ NOT_TEXT = {
     "latin1.txt": (b"caf\xe9", "cannot be read: .utf-8"),
     "utf16.txt": ("text".encode("utf-16"), "is binary or UTF-16"),
     "pointer.txt": (LFS_POINTER, "git lfs pull"),
-    "pointer.jsonl": (LFS_POINTER, "git lfs pull"),
     "a.zst": (b"text", "cannot be read"),
     "short.gz": (b"\x1f\x8b", "cannot be read"),
     "broken.json": (b"[{}]]", "cannot be read"),

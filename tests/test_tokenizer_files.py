@@ -281,14 +281,11 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     assert get_tokenizer(tmp_path / "hf").eos_token == "<|im_end|>"
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}).encode()
 
 
 @pytest.mark.parametrize("file, content, message", [
     ("config.json", b'{"vocab_size": 300}', "no tokenizer.json or tokenizer.model in .*hf download meta-llama"),
-    ("tokenizer.json", LFS, "tokenizer.json is a git-lfs pointer"),
-    ("tokenizer.model", LFS, "tokenizer.model is a git-lfs pointer"),
     ("tokenizer.json", b'{"version": "1.0"', "hf/tokenizer.json is damaged: "),
     ("tokenizer.json", b'{"a": 1}', "hf/tokenizer.json is damaged, or not"),
     ("tokenizer.json", NAMELESS, "has no end-of-text token: no eos_token, none of .* tokenizer_config.json"),
