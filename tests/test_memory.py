@@ -182,14 +182,6 @@ def test_plain_step_holds_what_the_estimate_says(checkpointing):
     check_step(replace(SMALL_HEAD, block_size=128), run)
 
 
-def test_a_frozen_base_in_float8_is_a_byte_a_weight_and_a_scale_a_row():
-    kv = 2 * LLAMA_1B.n_kv_head * LLAMA_1B.head_dim
-    rows = [LLAMA_1B.n_embd + kv, LLAMA_1B.n_embd, 2 * LLAMA_1B.ffn_dim, LLAMA_1B.n_embd]
-    n = LLAMA_1B.n_embd * sum(rows[:3]) + LLAMA_1B.n_embd * LLAMA_1B.ffn_dim
-    held = {fp8: memory.Step(LLAMA_1B, RunShape(1, lora_rank=16, fp8=fp8)).block.weights for fp8 in (False, True)}
-    assert held[False] - held[True] == n - 4 * sum(rows)
-
-
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_holds_what_the_estimate_says(four_ranks, case):
     config, ranks, changes = STEPS[case]
