@@ -249,7 +249,9 @@ def _tensors_of(path, stem):
         only = "only whole models in .safetensors are read, and convert.py's"
         raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
     tensors = {}
-    for file in sorted(set(read_object(index)["weight_map"].values())):
+    for file in sorted(set(read_object(index).get("weight_map", {}).values())):
+        if file != os.path.basename(file):
+            raise Damaged(f"{index} names {file}, which is not in its folder")
         tensors |= _tensors_in(path, file)
     return tensors
 

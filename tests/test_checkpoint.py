@@ -266,6 +266,21 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file):
         read(path, TINY, states)
 
 
+@pytest.mark.parametrize("file, message", [
+    ("../model-1.safetensors", "not in its folder"), ("other.safetensors", "is missing"), ("half.safetensors", "damaged"),
+])  # fmt: skip
+def test_an_index_names_whole_files_of_its_folder(tmp_path, file, message):
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "half.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes()[:-1])
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    assert open_folder(tmp_path).tensors.keys() == {"x"}
+    index.write_text(json.dumps({"weight_map": {"x": file}}))
+    with pytest.raises(Damaged, match=message):
+        open_folder(tmp_path)
+
+
 def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(tmp_path, monkeypatch):
     fsync = os.fsync
     rename = Path.rename
