@@ -267,7 +267,9 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file):
 
 
 @pytest.mark.parametrize("file, message", [
-    ("../model-1.safetensors", "not in its folder"), ("none.safetensors", "is missing"), ("half.safetensors", "damaged"),
+    ("../model-1.safetensors", "not in its folder"),
+    ("none.safetensors", "is missing"),
+    ("half.safetensors", "is damaged"),
 ])  # fmt: skip
 def test_an_index_names_whole_files_of_its_folder(tmp_path, file, message):
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model-1.safetensors")
