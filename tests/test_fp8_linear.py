@@ -11,26 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
-import kernels.launch
 import test_kernels
-from kernels import FP8Linear, Linear, fp8_linear, reference, use_fp8
+from kernels import FP8Linear, fp8_linear, reference, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
 from kernels.glu import glu_backward, glu_forward
 from kernels.rms_norm import rms_norm_forward
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
-from test_kernels import (
-    BF16,
-    DEVICE,
-    HAS_GPU,
-    Norm,
-    assert_same,
-    needs_gpu,
-    relative_error,
-    run,
-    widened,
-)
+from test_kernels import BF16, DEVICE, HAS_GPU, needs_gpu, relative_error, run, widened
 
 # The interpreter's own rounding to float8 is wrong if it carries into the exponent, and for the smallest numbers.
 ERROR = 0.038 if HAS_GPU else 0.1
@@ -175,55 +163,6 @@ def test_compiles_into_one_graph():
     compiled = torch.compile(function, fullgraph=True)
     for found, plain in zip(run(compiled, inputs, (), dy), run(function, inputs, (), dy), strict=True):
         assert relative_error(found, plain.double()) < 2**-7
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The fused functions
-
-
-def projection(n_in, n_out):
-    layer = FP8Linear(Linear(n_in, n_out)).to(DEVICE, BF16)
-    torch.nn.init.normal_(layer.weight, std=n_in**-0.5)
-    return layer
-
-
-def gradients(function, inputs, projections):
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    x, residual, norm_weight = inputs
-    outputs = function(x, residual, Norm(norm_weight), *projections)
-    torch.manual_seed(7)
-    leaves = [*inputs, *(p for layer in projections for p in layer.parameters() if p.requires_grad)]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
-
-
-def norm_and_linear(x, residual, norm, layer):
-    normed, total = kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
-    return layer(normed), total
-
-
-def norm_two_linears_and_a_product(x, residual, norm, gate_up, down):
-    gate_up, total = norm_and_linear(x, residual, norm, gate_up)
-    return down(kernels.glu(gate_up)), total
-
-
-each_fused = pytest.mark.parametrize("function, apart, sizes", [  # sizes: inputs, and rows of each stacked matrix
-    (kernels.add_norm_linear, norm_and_linear, [(64, (16,))]),
-    *((partial(kernels.add_norm_mlp, **options), norm_two_linears_and_a_product, [(64, (64, 64)), (64, (64,))])
-      for options in ({}, {"save_gate_up": False}, {"save_gate_up": False, "chunks": 3})),
-], ids=["add_norm_linear", "add_norm_mlp", "recomputed", "in slices"])  # fmt: skip
-
-
-@each_fused
-def test_fused_functions_are_their_parts_bit_for_bit(function, apart, sizes):
-    inputs = (randn(2, 6, 64), randn(2, 6, 64), randn(64))
-    layers = [projection(n, sum(rows)) for n, rows in sizes]
-    found, expected = (gradients(f, inputs, layers) for f in (function, apart))
-    if "chunks" in getattr(function, "keywords", {}):  # the weights' gradients, summed in float32 over the slices
-        for ours, other in zip(found[5:], expected[5:], strict=True):
-            assert relative_error(ours, other.double()) < 2**-7
-        found = found[:5]
-        expected = expected[:5]
-    assert_same(found, expected, "fused")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

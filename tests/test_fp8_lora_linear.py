@@ -1,7 +1,9 @@
-"""Adapters on a frozen weight that is multiplied in float8, held as float8 or as NF4.
+"""Projections in float8 within the fused functions; adapters on a frozen weight that is held as float8 or as NF4.
 
-Against fp8_linear of the same weight, bit for bit if the adapters are zero, and against float64.
+Adapters against fp8_linear of the same weight, bit for bit if they are zero, and against float64.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,8 @@ from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALine
 from kernels.fp8_linear import quantize
 from lora import add_lora, merge_lora
 from model import Llama, LlamaConfig
-from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, randn, relative_error
-from tests.test_fp8_linear import each_fused, needs_fp8
-from tests.test_fp8_linear import gradients as fused_gradients
+from test_kernels import BF16, DEVICE, HAS_GPU, Norm, assert_same, needs_gpu, randn, relative_error
+from tests.test_fp8_linear import needs_fp8
 
 ROWS = (32, 16, 16)
 N_IN = 64
@@ -28,8 +29,8 @@ pytestmark = needs_fp8
 def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
     base = Linear(n_in, *rows).to(DEVICE, BF16)
     torch.nn.init.normal_(base.weight, std=n_in**-0.5)
-    layer = kind(base, RANK, 5.0)
-    if adapters:
+    layer = FP8Linear(base) if kind is FP8Linear else kind(base, RANK, 5.0)
+    if adapters and kind is not FP8Linear:
         torch.nn.init.normal_(layer.lora_b, std=0.5)
     return layer, base.weight.detach().clone()
 
@@ -47,9 +48,9 @@ def truth(layer, x):
     return x @ w.T + 5 / RANK * torch.cat(parts, dim=-1), a, b
 
 
-def gradients(y, leaves):
+def gradients(outputs, leaves):
     torch.manual_seed(7)
-    return torch.autograd.grad(y, leaves, torch.randn(y.shape, dtype=torch.float64).to(y))
+    return torch.autograd.grad(outputs, leaves, [torch.randn(y.shape, dtype=torch.float64).to(y) for y in outputs])
 
 
 @pytest.mark.parametrize("n_in", [N_IN, 192])  # one block of NF4 per row, and three
@@ -60,7 +61,7 @@ def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind, 
     weight = original if kind is FP8LoRALinear else held_weight(layer)  # rounded once or before each matmul: the same
     y = layer(x)
     expected = fp8_linear(x, weight)
-    assert_same([y, *gradients(y, [x])], [expected, *gradients(expected, [x])], "float8")
+    assert_same([y, *gradients([y], [x])], [expected, *gradients([expected], [x])], "float8")
 
 
 @each_kind
@@ -70,8 +71,8 @@ def test_forward_and_gradients_match_float64_within_float8(kind):
     wide = x.detach().double().requires_grad_()
     y = layer(x)
     (expected, a, b) = truth(layer, wide)
-    found = gradients(y, [x, layer.lora_a, layer.lora_b])
-    true = gradients(expected, [wide, a, b])
+    found = gradients([y], [x, layer.lora_a, layer.lora_b])
+    true = gradients([expected], [wide, a, b])
     errors = [relative_error(ours, other) for ours, other in zip([y, *found], [expected, *true], strict=True)]
     assert max(errors[:2]) < ERROR and max(errors[2:]) < 0.01, errors  # the adapters' gradients are in bfloat16
 
@@ -122,16 +123,40 @@ def test_merged_is_rounded_once_and_leaves_the_layer_as_it_is(kind):
     assert_same([layer.merged(), layer.merged()], [expected, expected], "merged twice")
 
 
-@each_fused
-@each_kind
-def test_fused_functions_are_their_parts(kind, function, apart, sizes):
-    inputs = [randn(*shape, dtype=BF16) for shape in ((2, 6, 64), (2, 6, 64), (64,))]
-    layers = [layer_of(kind, *size)[0] for size in sizes]
-    found, expected = (fused_gradients(f, inputs, layers) for f in (function, apart))
-    if "chunks" not in getattr(function, "keywords", {}):
-        assert_same(found, expected, "fused")
-    for ours, other in zip(found, expected, strict=True):  # matmuls of a slice may sum in another order
-        assert relative_error(ours, other.double()) < 2**-6
+def norm_and_linear(x, delta, norm, layer):
+    normed, total = kernels.add_rms_norm(x, delta, norm.weight, norm.eps)
+    return layer(normed), total
+
+
+def norm_two_linears_and_a_product(x, delta, norm, gate_up, down):
+    gate_up, total = norm_and_linear(x, delta, norm, gate_up)
+    return down(kernels.glu(gate_up)), total
+
+
+@pytest.mark.parametrize("kind", [FP8Linear, *KINDS.values()])
+@pytest.mark.parametrize("function, apart, options", [
+    (kernels.add_norm_linear, norm_and_linear, {}),
+    *((kernels.add_norm_mlp, norm_two_linears_and_a_product, options)
+      for options in ({}, {"save_gate_up": False}, {"save_gate_up": False, "chunks": 3})),
+], ids=["add_norm_linear", "add_norm_mlp", "recomputed", "in chunks"])  # fmt: skip
+def test_fused_functions_are_their_parts_bit_for_bit(kind, function, apart, options):
+    shapes = [(64, (16,))] if apart is norm_and_linear else [(64, (64, 64)), (64, (64,))]
+    layers = [layer_of(kind, *shape)[0] for shape in shapes]
+    x, delta, norm_weight = (randn(*shape, dtype=BF16).requires_grad_() for shape in ((2, 6, 64), (2, 6, 64), (64,)))
+    leaves = [x, delta, norm_weight, *(p for layer in layers for p in layer.parameters() if p.requires_grad)]
+
+    def results(f):
+        y, total = f(x, delta, Norm(norm_weight), *layers)
+        return [y, total, *gradients((y, total), leaves)]
+
+    found = results(partial(function, **options))
+    expected = results(apart)
+    n_same = len(found)
+    if "chunks" in options:  # weight gradients are summed over them; matmuls of a chunk may sum in another order
+        n_same = 5 if kind is FP8Linear else 0
+    assert_same(found[:n_same], expected[:n_same], "fused")
+    for ours, other in zip(found, expected, strict=True):
+        assert relative_error(ours, other.double()) < (2**-7 if kind is FP8Linear else 2**-6)
 
 
 @each_kind
@@ -143,7 +168,9 @@ def test_without_triton_the_reference_runs(kind, monkeypatch):
     y = layer(x)
     (expected, a, b) = truth(layer, x.detach().double())
     assert 0.01 < relative_error(y, expected) < 0.045  # rounded to float8 as well
-    errors = [relative_error(*pair) for pair in zip(gradients(y, leaves)[1:], gradients(expected, [a, b]), strict=True)]
+    found = gradients([y], leaves)[1:]
+    true = gradients([expected], [a, b])
+    errors = [relative_error(ours, other) for ours, other in zip(found, true, strict=True)]
     assert max(errors) < 0.01, errors
     assert torch.equal(bare(x), kernels.reference.fp8_linear(x, held_weight(bare)))
 
@@ -166,7 +193,7 @@ def test_adapters_on_a_model_in_float8_are_of_its_kind_and_merge_into_plain_weig
     assert not any(isinstance(m, (FP8Linear, kernels.LoRALinear)) for m in model.modules())
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="torch.compile of kernels and CUDA graphs need a GPU")
+@needs_gpu  # for torch.compile of kernels, and CUDA graphs
 @each_kind
 def test_it_compiles_into_one_graph_and_is_captured_in_a_cuda_graph(kind):
     layer, _ = layer_of(kind)

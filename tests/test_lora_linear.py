@@ -3,53 +3,69 @@
 Against plain autograd of y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ, written out for each matrix packed in the weight.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kernels
 import kernels.launch
-from kernels import Linear, LoRALinear
-from test_kernels import EPS, Norm
+from kernels import Linear, LoRALinear, reference
+from test_kernels import DEVICE, EPS, FP64, Norm, randn
 from tests.watch import Watch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP64 = torch.float64
+RANK = 3
+ALPHA = 5.0
+QKV = (12, 8, 4, 4)  # n_in, then the rows of each packed matrix
+GATE_UP = (12, 8, 8)
+DOWN = (8, 12)
 SLICES = [{}, {"save_gate_up": False}, {"save_gate_up": False, "chunks": 3}]
-each_ops = pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
 
 
-def randn(*shape):
-    return torch.randn(*shape, device=DEVICE, dtype=FP64)
-
-
-def adapted(n_in, *rows, rank=3, alpha=5.0, dtype=FP64):
-    layer = LoRALinear(Linear(n_in, *rows), rank, alpha).to(DEVICE, dtype)
+def adapted(n_in, *rows):
+    layer = LoRALinear(Linear(n_in, *rows), RANK, ALPHA).to(DEVICE, FP64)
     torch.nn.init.normal_(layer.lora_b)
     return layer
 
 
-def written_out(layer, x, rows, rank=3, alpha=5.0):
+def written_out(x, layer):
     ys = []
-    for w, a, b in zip(layer.weight.split(rows), layer.lora_a.split(rank), layer.lora_b.split(rows), strict=True):
-        ys.append(x @ w.T + alpha / rank * (x @ a.T @ b.T))
+    matrices = zip(
+        layer.weight.split(layer.rows), layer.lora_a.split(RANK), layer.lora_b.split(layer.rows), strict=True
+    )
+    for w, a, b in matrices:
+        ys.append(x @ w.T + ALPHA / RANK * (x @ a.T @ b.T))
     return torch.cat(ys, dim=-1)
 
 
-def norm(x, weight):
-    return F.rms_norm(x, weight.shape, weight, EPS)
+def add_norm_linear_truth(x, delta, norm, layer):
+    normed = F.rms_norm(x + delta, norm.weight.shape, norm.weight, norm.eps)
+    return written_out(normed, layer), x + delta
 
 
-def add_norm(function, x, residual, norm_weight, *layers, **options):
-    """A fused function of these tensors."""
-    return function(x, residual, Norm(norm_weight), *layers, **options)
+def add_norm_mlp_truth(x, delta, norm, gate_up_proj, down_proj):
+    gate_up, total = add_norm_linear_truth(x, delta, norm, gate_up_proj)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return written_out(F.silu(gate) * up, down_proj), total
 
 
-def gradients(function, inputs, layers):
+def inputs_of(*shape):
+    """x, delta and the weight of a norm."""
+    return [randn(*size, dtype=FP64).requires_grad_() for size in (shape, shape, shape[-1:])]
+
+
+def run_fused(function, inputs, layers):
+    """The outputs, then the gradients of the inputs and of the adapters."""
+    x, delta, norm_weight = inputs
+    outputs = function(x, delta, Norm(norm_weight, EPS), *layers)
+    return with_gradients(outputs, inputs, layers)
+
+
+def with_gradients(outputs, inputs, layers):
     leaves = [*inputs, *(t for layer in layers for t in (layer.lora_a, layer.lora_b))]
-    outputs = function(*inputs)
     torch.manual_seed(7)
-    return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape, dtype=FP64) for y in outputs])]
 
 
 def assert_close(found, expected):
@@ -59,62 +75,38 @@ def assert_close(found, expected):
         assert error < 1e-13, f"tensor {i}: relative error {error:.1e}"
 
 
-def inputs_of(*shape):
-    return [randn(*shape).requires_grad_() for _ in range(2)] + [randn(shape[-1]).requires_grad_()]
-
-
 @pytest.mark.parametrize("triton", [True, False], ids=["kernels", "without Triton"])
 def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
     if not triton and DEVICE == "cpu":
         monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    layer = adapted(12, 8, 4, 4)
-    rows = (8, 4, 4)
-    x = randn(2, 5, 12).requires_grad_()
-    expected = gradients(lambda x: (written_out(layer, x, rows),), [x], [layer])
-    assert_close(gradients(lambda x: (layer(x),), [x], [layer]), expected)
-    assert_close(gradients(lambda x: (layer.reference(x),), [x], [layer]), expected)
+    layer = adapted(*QKV)
+    x = randn(2, 5, 12, dtype=FP64).requires_grad_()
+    expected = with_gradients([written_out(x, layer)], [x], [layer])
+    for function in (layer, layer.reference):
+        assert_close(with_gradients([function(x)], [x], [layer]), expected)
 
 
-@each_ops
-def test_lora_in_add_norm_linear_matches_autograd_in_float64(ops):
-    layer = adapted(12, 8, 4, 4)
-    rows = (8, 4, 4)
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
+@pytest.mark.parametrize("name, truth, shapes, options", [
+    ("add_norm_linear", add_norm_linear_truth, [QKV], {}),
+    *(("add_norm_mlp", add_norm_mlp_truth, [GATE_UP, DOWN], options) for options in SLICES),
+], ids=str)  # fmt: skip
+def test_lora_in_fused_functions_matches_autograd_in_float64(name, truth, shapes, options, ops):
+    layers = [adapted(*shape) for shape in shapes]
     inputs = inputs_of(2, 5, 12)
-
-    def truth(x, residual, norm_weight):
-        return written_out(layer, norm(x + residual, norm_weight), rows), x + residual
-
-    found = gradients(lambda *x: add_norm(ops.add_norm_linear, *x, layer), inputs, [layer])
-    assert_close(found, gradients(truth, inputs, [layer]))
-    assert layer.weight.grad is None
-
-
-@each_ops
-@pytest.mark.parametrize("options", SLICES, ids=str)
-def test_lora_in_add_norm_mlp_matches_autograd_in_float64(options, ops):
-    gate_up = adapted(12, 8, 8)
-    down = adapted(8, 12)
-    inputs = inputs_of(2, 5, 12)
-
-    def truth(x, residual, norm_weight):
-        gate, up = written_out(gate_up, norm(x + residual, norm_weight), (8, 8)).chunk(2, dim=-1)
-        return written_out(down, F.silu(gate) * up, (12,)), x + residual
-
-    found = gradients(lambda *x: add_norm(ops.add_norm_mlp, *x, gate_up, down, **options), inputs, [gate_up, down])
-    assert_close(found, gradients(truth, inputs, [gate_up, down]))
+    fused = functools.partial(getattr(ops, name), **options)
+    assert_close(run_fused(fused, inputs, layers), run_fused(truth, inputs, layers))
 
 
 @pytest.mark.parametrize("options", SLICES, ids=str)
 def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
     """With the adapters frozen too, backward has only the products for dx, and those that repeat forward."""
-    gate_up = adapted(12, 8, 8)
-    down = adapted(8, 12)
-    (x, residual, norm_weight) = inputs_of(4, 12)
+    x, delta, norm_weight = inputs_of(4, 12)
     counts = []
-    for layers in ((Linear(12, 16), Linear(8, 12)), (gate_up, down)):
+    for layers in ((Linear(12, 16), Linear(8, 12)), (adapted(*GATE_UP), adapted(*DOWN))):
         layers = [layer.to(DEVICE, FP64).requires_grad_(False) for layer in layers]
         with Watch() as seen:
-            y, _ = kernels.add_norm_mlp(x, residual, Norm(norm_weight), *layers, **options)
+            y, _ = kernels.add_norm_mlp(x, delta, Norm(norm_weight), *layers, **options)
             y.sum().backward()
         counts.append(sum(n for name, n in seen.ops.items() if name in ("mm", "linear", "accumulate", "addmm_")))
     dense, lora = counts
@@ -128,11 +120,13 @@ def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
 def test_lora_compiles_into_one_graph(options, monkeypatch):
     """On a GPU the kernels; the interpreter cannot be traced, so elsewhere the references."""
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    gate_up = adapted(12, 8, 8)
-    down = adapted(8, 12)
+    layers = [adapted(*GATE_UP), adapted(*DOWN)]
     inputs = inputs_of(2, 5, 12)
-    function = lambda *x: add_norm(kernels.add_norm_mlp, *x, gate_up, down, **options)  # noqa: E731
+
+    def function(x, delta, norm_weight):
+        return kernels.add_norm_mlp(x, delta, Norm(norm_weight), *layers, **options)
+
     torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    assert_close(gradients(compiled, inputs, [gate_up, down]), gradients(function, inputs, [gate_up, down]))
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    found, expected = (with_gradients(f(*inputs), inputs, layers) for f in (compiled, function))
+    assert_close(found, expected)
