@@ -252,7 +252,8 @@ def test_8b_takes_at_most_40_gib_of_cpu_memory():
     assert memory_advice.disk_bytes(*run) == pytest.approx(n_bytes * 6.03 / 12, rel=0.01)
 
 
-def test_the_drive_benchmark_counts_the_bytes_of_an_update(drive, tmp_path, capsys):
+def test_the_drive_benchmark_counts_the_bytes_of_an_update(drive, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk, "UPDATES", 1)
     small = {name: value for name, value in SMALL.items() if name.startswith("n_") or name == "ffn_dim"}
     flags = [f"--{name}={value}" for name, value in (small | {"vocab_size": 257}).items()]
     disk.main([f"--offload_dir={drive}", f"--out={tmp_path / 'disk.json'}", "--", *flags])
