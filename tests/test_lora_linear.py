@@ -90,7 +90,7 @@ def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
 @pytest.mark.parametrize("name, truth, shapes, options", [
     ("add_norm_linear", add_norm_linear_truth, [QKV], {}),
     *(("add_norm_mlp", add_norm_mlp_truth, [GATE_UP, DOWN], options) for options in SLICES),
-], ids=str)  # fmt: skip
+], ids=["add_norm_linear", "add_norm_mlp", "recomputed", "in chunks"])  # fmt: skip
 def test_lora_in_fused_functions_matches_autograd_in_float64(name, truth, shapes, options, ops):
     layers = [adapted(*shape) for shape in shapes]
     inputs = inputs_of(2, 5, 12)
