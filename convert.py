@@ -147,6 +147,8 @@ def load_pth(folder: Path) -> dict[str, torch.Tensor]:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
+    if not isinstance(weights, dict) or not all(isinstance(x, torch.Tensor) for x in weights.values()):
+        raise ValueError(f"{path} does not hold tensors by name")
     return {meta_to_hf(name): x for name, x in weights.items() if name != "rope.freqs"}
 
 
@@ -175,6 +177,8 @@ def main() -> None:
         print(f"{args.folder}: {source} in {args.dtype}")
     except (OSError, ValueError) as error:
         sys.exit(f"{args.folder} is not written: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,11 @@ def refuse_lfs_pointer(head: bytes, path: Path) -> None:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The content of a file. ValueError if it has more than `limit` bytes: it may come from a stranger."""
+    """The content of a regular file of at most `limit` bytes. The file may come from a stranger: anything else is a
+    ValueError. OSError if it is missing or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")  # a pipe without a writer would block, a device never end
     with open(path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:

@@ -164,7 +164,8 @@ class Packed(Blocks):
     """
 
     def _cut_into_blocks(self) -> None:
-        (mask,) = self.tokens.masks
+        (shard,) = self.tokens.masks
+        mask = np.fromfile(shard.path, np.uint8)
         room = self.block_size + 1
         starts = np.flatnonzero(mask & IS_DOC_START)
         whole_lengths = np.diff(starts, append=len(mask))
@@ -205,7 +206,7 @@ class Packed(Blocks):
                 start = self.starts[i]
                 stop = start + self.lengths[i]
                 ids = tokens[start:stop].astype(np.int64)
-                check_tokens(ids, self.meta["vocab_size"], self.tokens.paths[0])
+                check_tokens(ids, self.meta["vocab_size"], tokens.path)
                 row[n : n + len(ids)] = ids | mask[start:stop].astype(np.int64) << MASK_SHIFT
                 n += len(ids)
             row[n : n + 1] |= IS_DOC_START << MASK_SHIFT  # padding is a document of its own

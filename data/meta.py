@@ -44,7 +44,7 @@ for split in SPLITS:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind: float, a pattern for texts, a range for whole numbers, [kind], {kind: kind}."""
+    """Whether a value is of a kind: a pattern for texts, a range for whole numbers, float, [kind] or {kind: kind}."""
     match kind:
         case str():
             return isinstance(value, str) and re.fullmatch(kind, value, re.ASCII) is not None
@@ -56,7 +56,7 @@ def fits(value: Any, kind: Any) -> bool:
             [(of_key, of_value)] = kind.items()
             return isinstance(value, dict) and all(fits(key, of_key) and fits(value[key], of_value) for key in value)
         case _:
-            return isinstance(value, kind)
+            return type(value) in (int, float) and 0 <= value <= 10_000  # nan is not
 
 
 def check_meta(content: Any, where: str | Path) -> dict:
@@ -72,8 +72,14 @@ def check_meta(content: Any, where: str | Path) -> dict:
     if largest >= meta["vocab_size"]:
         raise ValueError(f"{where} has the special token {largest}, but vocab_size is {meta['vocab_size']}")
     for split in SPLITS:
-        if not meta["files"].get(split):
+        files = meta["files"].get(split, {})
+        if not files:
             raise ValueError(f"{where} names no {split} files")
+        n_tokens = sum(files.values())
+        if meta.get(f"{split}_tokens", n_tokens) != n_tokens:
+            raise ValueError(f"{where} has {split}_tokens {meta[f'{split}_tokens']}, but its files hold {n_tokens}")
+        if len(files) > 1 and "train_targets" in meta:
+            raise ValueError(f"{where} names {len(files)} {split} files, but conversations have one")
     return meta
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.files import how_to_fetch, read_small
+from data.files import how_to_fetch, read_small, refuse_lfs_pointer
 from data.meta import FILES, check_meta
 from data.tiktoken_files import (
     SPECIAL_TOKENS,
@@ -90,7 +90,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         files = dataset_files(folder, meta)
     else:
         files = read_files(folder, FILES)
-    generation = parse_file(files, "generation_config.json", folder)
+    generation = parse(files.get("generation_config.json", b"{}"), folder / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
     is_llama3 = name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size"))
@@ -100,6 +100,9 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer = get_tokenizer(name)
     else:
         tokenizer = read_model(find_model(folder, *([ROOT] if is_llama3 else [])))
+    if meta and meta["vocab_size"] < tokenizer.n_vocab:
+        found = f"meta.json has vocab_size {meta['vocab_size']}, but its tokenizer"
+        raise ValueError(f"{folder}/{found} {tokenizer.name} has {tokenizer.n_vocab} tokens: prepare the data again")
     if meta:
         tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
         tokenizer.bos = meta.get("bos")
@@ -116,27 +119,34 @@ def doc_start_of(config: dict) -> int | None:
     A model trained from scratch saw each text start after the end_of_text of another. Published weights did not, and a
     finetune leaves their prompts as they were: None.
     """
-    return config.get(DOC_START)
+    doc_start = config.get(DOC_START)
+    if doc_start is not None and not is_id(doc_start):
+        raise ValueError(f"config.json has {doc_start!r:.40} as {DOC_START}: expected a token's id, or null")
+    return doc_start
 
 
 def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     """A byte-level BPE learned from texts: every byte, <|endoftext|>, and the most frequent pairs up to n_vocab tokens.
 
-    Fewer if the texts have fewer pairs. It cuts a text as gpt2 does, and so has the same ids in transformers.
+    Fewer if the texts have fewer pairs. ValueError if n_vocab is below 257. It cuts a text as gpt2 does, and so has the
+    same ids in transformers.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     end_of_text = END_OF_TEXT_NAMES[0]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if n_vocab <= len(alphabet):
+        raise ValueError(f"--tokenizer train:{n_vocab}: 256 bytes and {end_of_text} are {len(alphabet) + 1} tokens")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = dict(special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False)
-    trainer = trainers.BpeTrainer(vocab_size=n_vocab, **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config["eos_token"] = end_of_text
+    config |= {"eos_token": end_of_text}
     files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     return read_json(Path("tokenizer.json"), files)
 
@@ -152,7 +162,7 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 def read_object(folder: Path, name: str) -> dict:
     """The JSON object in this file of a folder, {} if it has none."""
-    return parse_file(read_files(folder, [name]), name, folder)
+    return parse(read_files(folder, [name]).get(name, b"{}"), folder / name)
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
@@ -203,7 +213,7 @@ def read_options(folder: Path, files: dict[str, bytes]) -> dict:
     """special_tokens_map.json and tokenizer_config.json in one: what is null in the latter may stand in the former."""
     options = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        content = parse_file(files, file, folder)
+        content = parse(files.get(file, b"{}"), folder / file)
         options |= {name: value for name, value in content.items() if value is not None}
     return options
 
@@ -226,16 +236,12 @@ def find_model(*places: Path) -> Path:
     return file
 
 
-def parse_file(files: dict[str, bytes], name: str, folder: Path = Path()) -> dict:
-    """The JSON object in this one of the files, {} if it is not among them."""
-    return parse(files.get(name, b"{}"), folder / name)
-
-
 def parse(content: bytes, path: Path) -> dict:
     """The JSON object in a file. Raises ValueError for a damaged one."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
+        refuse_lfs_pointer(content, path)
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
@@ -253,7 +259,11 @@ def template_in(files: dict[str, bytes]) -> str:
     content = parse_file(files, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(content, str):
         return content
-    return {each["name"]: each["template"] for each in content}.get("default", "")
+    try:
+        return {each["name"]: str(each["template"]) for each in content}.get("default", "")
+    except (KeyError, TypeError) as error:
+        expected = "expected a text, or a list of {name, template}"
+        raise ValueError(f"chat_template is {content!r:.60}, {expected}") from error
 
 
 def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -268,6 +278,10 @@ def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
 def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
     """The files, with others in their place. If these have a chat template, the files' own goes."""
     return (without_template(files) if template_in(others) else files) | others
+
+
+def parse_file(files: dict[str, bytes], name: str) -> dict:
+    return parse(files.get(name, b"{}"), Path(name))
 
 
 def to_json(content: dict) -> bytes:

@@ -18,6 +18,7 @@ folder without it is not a dataset.
     blocks = train.read([0, n_blocks - 1], block_size)  # int64 (2, block_size + 1): inputs and targets overlap
 """
 
+import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,31 @@ IS_DOC_START = 2  # mask bit: the token starts a conversation
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 if every id fits, else uint32. (Llama 3's 128000 would silently wrap to 62464 in uint16.)"""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class Shard:
+    """The numbers in a file: shard[start:stop] reads them. ValueError if the file has been cut meanwhile.
+
+    Not a memory map: where another program has cut a mapped file, reading ends the process by SIGBUS, without a word.
+    A block takes 5 microseconds longer so.
+    """
+
+    def __init__(self, path: Path, n_numbers: int, dtype: np.dtype):
+        self.path = path
+        self.n_numbers = n_numbers
+        self.dtype = dtype
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return self.n_numbers
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(self.n_numbers)
+        n_bytes = max(stop - start, 0) * self.dtype.itemsize
+        content = os.pread(self.file.fileno(), n_bytes, start * self.dtype.itemsize)
+        if len(content) < n_bytes:
+            raise ValueError(f"{self.path} has been cut since it was opened: prepare the data again")
+        return np.frombuffer(content, self.dtype)
 
 
 class Tokens:
@@ -59,16 +85,19 @@ class Tokens:
         self.shards = [self._open(path, n_tokens[path.name], dtype) for path in self.paths]
         self.masks = []  # one per shard, if the dataset holds conversations
         if f"{split}_targets" in self.meta:
-            mask_dtype = np.dtype("u1")
-            self.masks = [self._open(path.with_suffix(".mask"), n_tokens[path.name], mask_dtype) for path in self.paths]
+            self.masks = [
+                self._open(path.with_suffix(".mask"), n_tokens[path.name], np.dtype("u1")) for path in self.paths
+            ]
 
-    def _open(self, path: Path, n_tokens: int, dtype: np.dtype) -> np.memmap:
+    def _open(self, path: Path, n_tokens: int, dtype: np.dtype) -> Shard:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, but meta.json lists it: prepare the data again")
         n_bytes = path.stat().st_size
         expected = n_tokens * dtype.itemsize
         if n_bytes != expected:
             needed = f"the {n_tokens:,} {dtype.name} tokens of meta.json need {expected:,}"
             raise ValueError(f"{path} has {n_bytes:,} bytes, but {needed}: prepare the data again")
-        return np.memmap(path, dtype, mode="r")
+        return Shard(path, n_tokens, dtype)
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
@@ -95,7 +124,7 @@ class Tokens:
 
         shift: where the first block of each shard starts, 0 <= shift < block_size; then the indices must be below
         blocks(block_size, shifted=True). Raises ValueError for a token beyond the vocabulary, which would index outside
-        the embedding.
+        the embedding, and for a file that has been cut.
         """
         ends = np.cumsum(self._blocks_per_shard(block_size, shift is not None))  # the first block after each shard
         shards = np.searchsorted(ends, indices, side="right")

@@ -222,6 +222,8 @@ def _open_folder(path, stems):
         _verify(path, run, small & run["digests"].keys())  # also what sample.py will read
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
+    if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):
+        raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
@@ -248,12 +250,18 @@ def _tensors_of(path, stem):
     if not index.exists():
         only = "only whole models in .safetensors are read, and convert.py's"
         raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
-    tensors = {}
-    for file in sorted(set(read_object(index).get("weight_map", {}).values())):
-        if file != os.path.basename(file):
-            raise Damaged(f"{index} names {file}, which is not in its folder")
-        tensors |= _tensors_in(path, file)
-    return tensors
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
+        raise Damaged(f"{index} has no weight_map from tensor names to file names")
+    in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
+    lost = [name for name, file in file_of.items() if name not in in_file[file]]
+    if lost:
+        raise Damaged(f"{index} says that {min(lost)!r:.200} is in {file_of[min(lost)]}, but it is not")
+    return {name: in_file[file][name] for name, file in file_of.items()}
+
+
+def _is_file_name(name):
+    return isinstance(name, str) and name == os.path.basename(name)  # no file of another folder
 
 
 def _open_tensors(path):
@@ -272,6 +280,26 @@ def _tensors_in(path, file):
     return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
+def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Where a tensor is. ValueError if the folder has none of this shape."""
+    info = folder.tensors.get(name)
+    if info is None or info.shape != tuple(shape):
+        found = f"shape {info.shape}" if info else "none"
+        raise ValueError(f"expected {name} of shape {tuple(shape)}: {folder.path} has {found}")
+    return info
+
+
+def check_sizes(folder: Folder, settings: dict) -> None:
+    """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
+    take any amount of memory: call it before building one. settings: read_config's.
+    """
+    n_embd = settings["n_embd"]
+    last_layer = f"model.layers.{settings['n_layer'] - 1}"
+    find_tensor(folder, EMBEDDING, (settings["vocab_size"], n_embd))
+    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
+    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
+
+
 @torch.no_grad()
 def read_rows(folder: Folder, rows: Rows) -> None:
     """Fill these rows, on any device and on this rank, from a folder, rounding at most once.
@@ -279,11 +307,8 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     The file is mapped for this tensor alone: pages that were read count as the process's memory until it is unmapped.
     Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
     """
-    info = folder.tensors.get(rows.name)
+    info = find_tensor(folder, rows.name, rows.shape)
     x = rows.tensor
-    if info is None or info.shape != tuple(rows.shape):
-        found = f"shape {info.shape}" if info else "none"
-        raise ValueError(f"expected {rows.name} of shape {tuple(rows.shape)}: {folder.path} has {found}")
     if len(x) == 0:
         return
     saved = _open_tensors(folder.path / info.file).get_slice(info.name)[rows.first : rows.first + len(x)]
@@ -399,6 +424,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     verify(folder)
     settings, _ = read_config(folder)
     base = open_base(folder) if folder.adapter else None
+    check_sizes(base or folder, settings)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:

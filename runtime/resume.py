@@ -23,6 +23,7 @@ from runtime.checkpoint import (
     TOKENIZER_FILES,
     Damaged,
     Folder,
+    check_sizes,
     checkpoints,
     is_model,
     newest,
@@ -153,6 +154,7 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
             _require_same_start(start, settings["init_from"])
         _require_same_tokenizer(start, resumes, settings, dataset)
         _require_same_settings(start, resumes, config, settings)
+        check_sizes(_base_of(start, settings) or start, read_config(start)[0])
 
 
 def _is_checkpoint_of(start, out_dir):

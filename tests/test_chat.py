@@ -1,5 +1,6 @@
 """Conversations: chat templates render as in transformers, only answers are learned, wrong input is reported."""
 
+import copy
 import hashlib
 import itertools
 import json
@@ -487,6 +488,56 @@ def test_formats_and_keys_that_nothing_reads_are_printed_and_counted(written, ca
     for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
         assert name in ignored
     assert "'thinking' of messages (1)" in ignored and ignored.count(" of ") == 4
+
+
+def deep(n):
+    """An object in an object, n times."""
+    value = {}
+    for _ in range(n):
+        value = {"a": value}
+    return value
+
+
+ODD_VALUES = (
+    None, 0, -1.5, 10**400, True, "", "{", "<|im_end|>\ud800", "x" * 10**5, [], {}, [[]], [None], deep(400), Q,
+    {"x" * 10**5: 1}, "[" * 3000,
+)  # fmt: skip
+
+
+def paths_in(value, path=()):
+    """The place of every value in a row."""
+    yield path
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, child in value.items() if isinstance(value, dict) else ():
+        yield from paths_in(child, (*path, key))
+
+
+def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp_path):
+    fast.chat_template = QWEN
+    fast.save_pretrained(tmp_path)
+    tokenizer = get_tokenizer(tmp_path)
+    rows = [
+        {"messages": [*called("{}"), FOUND, ANSWERED | {"weight": 0}], "tools": [TOOL], "chat_template_kwargs": {}},
+        {"prompt": [SYSTEM, Q], "completion": [CALLED], "tools": json.dumps([TOOL])},
+        share(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
+        {"instruction": "a", "output": "b", "input": "c", "history": [["d", "e"]], "system": "f"},
+    ]
+    n_learned = 0
+    sentences = []
+    for row in rows:
+        for *path, last in (path for path in paths_in(row) if path):
+            for odd in ODD_VALUES:
+                changed = copy.deepcopy(row)
+                parent = changed
+                for key in path:
+                    parent = parent[key]
+                parent[last] = odd
+                for text in chat.render_rows([("here", changed)], tokenizer, sentences.append, Seen()):
+                    ids, is_target = encode_answers(tokenizer, text)
+                    n_learned += any(is_target) and len(ids) == len(is_target)
+    assert n_learned > 100 and len(sentences) > 100
+    assert all(sentence.startswith("here") and len(sentence) < 600 for sentence in sentences)
 
 
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")

@@ -266,19 +266,20 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file):
         read(path, TINY, states)
 
 
-@pytest.mark.parametrize("file, message", [
-    ("../model-1.safetensors", "not in its folder"),
-    ("none.safetensors", "is missing"),
-    ("half.safetensors", "is damaged"),
-])  # fmt: skip
-def test_an_index_names_whole_files_of_its_folder(tmp_path, file, message):
+@pytest.mark.parametrize("index, message", [
+    ({"weight_map": {"x": ["model-1.safetensors"]}}, "has no weight_map"),
+    ({"weight_map": {"x": "../model-1.safetensors"}}, "has no weight_map"),
+    ({"weight_map": {"x": "model-1.safetensors", "y": "model-1.safetensors"}}, "says that 'y' is in model-1"),
+    ({"weight_map": {"x": "other.safetensors"}}, "other.safetensors is missing"),
+    ({"weight_map": {"x": "half.safetensors"}}, "half.safetensors is damaged, or not a safetensors file"),
+], ids=str)  # fmt: skip
+def test_an_index_names_only_files_in_its_folder_that_hold_what_it_says(tmp_path, index, message):
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / "half.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes()[:-1])
     (tmp_path / "config.json").write_text("{}")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
     assert open_folder(tmp_path).tensors.keys() == {"x"}
-    index.write_text(json.dumps({"weight_map": {"x": file}}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(Damaged, match=message):
         open_folder(tmp_path)
 

@@ -1,9 +1,11 @@
 """Hugging Face's folders in and out: the same model on both sides, whole or sharded; user errors get one line."""
 
+import itertools
 import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ from model import LlamaConfig
 from runtime import hf
 from runtime.checkpoint import load_model, open_folder, read_run
 from runtime.hf import read_config
-from tests.datasets import LFS_POINTER
 from tests.published import CHATML, assert_same_model, edit_config, hf_llama, publish_chat_model
 from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
 
@@ -207,6 +208,7 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
     whole = file.read_bytes()
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
+        (lambda: torch.save([torch.zeros(2)], file), "consolidated.00.pth does not hold tensors by name"),
         ((source / "consolidated.01.pth").touch, "holds a model in several parts"),
     ):
         damage()
@@ -230,12 +232,17 @@ def test_convert_rounds_once_to_the_requested_dtype(alone, convert_to_hf):
 # ----------------------------------------------------------------------------------------------------------------------
 # What cannot be read
 
+EMBEDDING = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 
 
 def says(**changes):
     return lambda folder: edit_config(folder, **changes)
+
+
+def writes(file, content):
+    return lambda folder: (folder / file).write_text(content)
 
 
 def holds(name, change, source=None):
@@ -250,6 +257,7 @@ def holds(name, change, source=None):
 
 
 WEIGHTS = "model.safetensors"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
     f"expected {K} of shape (16, 32): ": holds(K, lambda k: k[:, :24]),
@@ -267,7 +275,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
         folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
     "has rows for 200, but the data's tokenizer is bytes, 257 tokens: prepare": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
-    "model.safetensors is a git-lfs pointer": lambda folder: (folder / WEIGHTS).write_bytes(LFS_POINTER),
+    "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
     "holds no weights: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
 }  # fmt: skip
 
@@ -276,6 +284,54 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
 def test_what_is_not_read_as_it_stands_is_refused(train, capsys, theirs, sentence):
     REFUSED[sentence](theirs)
     assert sentence in error_of(train, capsys, **TIED, init_from=theirs)
+
+
+@pytest.mark.parametrize("field, value, name", [
+    ("num_hidden_layers", 10**9, "model.layers.999999999.input_layernorm.weight"),
+    ("intermediate_size", 10**24, "model.layers.1.mlp.gate_proj.weight"),
+    ("vocab_size", 2**40, EMBEDDING),
+])  # fmt: skip
+def test_no_model_is_built_of_sizes_that_the_weights_do_not_have(field, value, name, theirs, train, capsys):
+    edit_config(theirs, **{field: value})
+    with pytest.raises(ValueError, match=f"expected {name} of shape"):
+        load_model(theirs)
+    ours = next(ours for ours, its in hf.SETTINGS.items() if its == field)
+    assert name in error_of(train, capsys, **TIED | {ours: value}, init_from=theirs)
+
+
+VALUES = [None, "x", True, -1, 10**24, math.nan, [], [None], {}, {"content": 3}]
+FIELDS = {  # of each file
+    "config.json": [
+        *hf.SETTINGS.values(), "model_type", "hidden_act", "head_dim", "rope_theta", "rope_scaling",
+        "rope_parameters", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id", "nanocria_tokenizer",
+    ],
+    "tokenizer_config.json": [
+        "bos_token", "eos_token", "pad_token", "add_bos_token", "chat_template", "added_tokens_decoder",
+        "extra_special_tokens",
+    ],
+    "special_tokens_map.json": ["eos_token", "bos_token", "additional_special_tokens"],
+    "generation_config.json": ["eos_token_id"],
+    "tokenizer.json": ["added_tokens", "model", "pre_tokenizer", "post_processor"],
+    "model.safetensors.index.json": ["weight_map"],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("published_model")
+@pytest.mark.parametrize("file", FIELDS)
+def test_no_value_of_a_foreign_file_ends_in_a_traceback(file, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    path = tmp_path / "hf" / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if "index" in file:
+        (tmp_path / "hf" / WEIGHTS).rename(tmp_path / "hf/model-00001-of-00001.safetensors")
+    for field, value in itertools.product([None, *FIELDS[file]], VALUES):
+        path.write_text(json.dumps(value if field is None else content | {field: value}))
+        for read in (tokenizer_of, lambda folder: convert.convert(folder, tmp_path / "out", "float32")):
+            try:
+                read(tmp_path / "hf")
+            except (OSError, ValueError) as error:  # which every script prints
+                assert 20 < len(str(error)) < 600, error
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train, tmp_path, capsys, theirs):
@@ -320,8 +376,13 @@ def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, c
     (tmp_path / "hf/chat_template.jinja").unlink()
     path = tmp_path / "hf/tokenizer_config.json"
     old = json.loads(path.read_text())
-    rows = [json.dumps({"prompt": f"{i}?", "completion": f"{i}!"}) for i in range(40)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
+            + "\n"
+            for i in range(40)
+        )
+    )
     trained = CHATML + "{# trained #}"
     (tmp_path / "trained.jinja").write_text(trained)
     for templates in (CHATML, [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ 1 }}"}]):
@@ -400,6 +461,13 @@ def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothin
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large" in done.stderr, done.stderr
+    assert not list(tmp_path.glob("hf*"))
+
+
+def test_ctrl_c_leaves_nothing(alone, tmp_path, monkeypatch, convert_to_hf):
+    monkeypatch.setattr(convert, "load_model", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        convert_to_hf(alone)
     assert not list(tmp_path.glob("hf*"))
 
 

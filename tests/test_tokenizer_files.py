@@ -1,6 +1,7 @@
 """Tokenizers in folders: published ones, datasets, checkpoints; what transformers reads of ours. No network, no GPU."""
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -142,12 +143,6 @@ def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
     assert stream.end() == "\ufffd" and stream.end() == ""
 
 
-def write_files(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-
-
 def hf_ids(folder, text):
     """The ids from transformers' AutoTokenizer, with special tokens spelled out in the text kept as text."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -181,7 +176,8 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     special = {"<|end_of_text|>": 300, "<|begin_of_text|>": 301} if name == "llama3" else {"<|endoftext|>": 300}
     bos = [301] if name == "llama3" else []
     ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
-    write_files(tmp_path, ours.hf_files())
+    for file, content in ours.hf_files().items():
+        (tmp_path / file).write_bytes(content)
     told = json.loads((tmp_path / "tokenizer_config.json").read_bytes())  # older transformers and llama.cpp
     assert told["clean_up_tokenization_spaces"] is told["add_prefix_space"] is False
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
@@ -261,7 +257,8 @@ def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tm
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers(name, special, tmp_path):
     token = "<|end_of_text|>" if name == "llama3" else "<|endoftext|>"
-    write_files(tmp_path, small_encoding(name, token).hf_files())
+    for file, content in small_encoding(name, token).hf_files().items():
+        (tmp_path / file).write_bytes(content)
     (tmp_path / "config.json").write_text(json.dumps({"nanocria_tokenizer": name, "bos_token_id": None}))
     assert get_tokenizer(tmp_path).name == published_name(tmp_path, name) == name
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -281,18 +278,25 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     assert get_tokenizer(tmp_path / "hf").eos_token == "<|im_end|>"
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}).encode()
 
 
 @pytest.mark.parametrize("file, content, message", [
     ("config.json", b'{"vocab_size": 300}', "no tokenizer.json or tokenizer.model in .*hf download meta-llama"),
+    *((file, LFS, f"{file} is a git-lfs pointer") for file in (
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model")),
+    *((file, b"{" * 10**5, f"{file} has more than 90,000 bytes") for file in ("tokenizer.json", "tokenizer.model")),
     ("tokenizer.json", b'{"version": "1.0"', "hf/tokenizer.json is damaged: "),
+    ("tokenizer.json", b"[]", "hf/tokenizer.json .*holds no JSON object"),
     ("tokenizer.json", b'{"a": 1}', "hf/tokenizer.json is damaged, or not"),
     ("tokenizer.json", NAMELESS, "has no end-of-text token: no eos_token, none of .* tokenizer_config.json"),
+    ("tokenizer_config.json", b'{"chat_template": [1]}', "expected a text, or a list of {name, template}"),
     ("tokenizer.model", b"\x0a\x0b sentencepiece \xff", "tokenizer.model is not Llama 3's"),
     ("tokenizer.model", b"AA== 0\nAQ== 7\n", "tokenizer.model is damaged or incomplete"),
 ])  # fmt: skip
-def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, content, message, tmp_path):
+def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, content, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokenizer.MOST_FILE_BYTES", 90_000)
     if file in ("config.json", "tokenizer.model"):
         (tmp_path / "hf").mkdir()
     else:
@@ -302,7 +306,10 @@ def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, cont
         get_tokenizer(tmp_path / "hf")
 
 
-def test_a_vocabulary_with_a_gap_or_without_added_tokens_is_read(tmp_path):
+def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_or_without_added_tokens_is_read(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="tokenizer.json is not a regular file"):
+        get_tokenizer(tmp_path)
     write_hf_folder(tmp_path / "hf")
     ids = get_tokenizer(tmp_path / "hf").encode("hello")
     file = tmp_path / "hf/tokenizer.json"
@@ -336,7 +343,9 @@ def test_transformers_begins_texts_as_the_data_does(published, tmp_path):
         (name / "tokenizer_config.json").write_text(json.dumps(config))
     elif published == "gpt2":
         name = tmp_path / "hf"
-        write_files(name, small_encoding("gpt2").hf_files())
+        name.mkdir()
+        for file, content in small_encoding("gpt2").hf_files().items():
+            (name / file).write_bytes(content)
     else:
         name = tmp_path / "hf"
         write_hf_folder(name, **PUBLISHED[published])
@@ -346,7 +355,9 @@ def test_transformers_begins_texts_as_the_data_does(published, tmp_path):
     config = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2, vocab_size=600, block_size=8)
     files = hf_files(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
     trained = Tokens(tmp_path / "data", "train").shards[0][:].tolist()[:-1]
-    write_files(tmp_path / "out", files)
+    (tmp_path / "out").mkdir()
+    for file, content in files.items():
+        (tmp_path / "out" / file).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("he é").input_ids == trained
     config = json.loads(files["config.json"])
@@ -460,7 +471,8 @@ def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
 @pytest.mark.parametrize("added", [None, {"id": 128256, "content": "<think>"}, {"id": 128002, "content": "<think>"}])
 def test_llama3_is_known_by_its_vocabulary_and_with_additions_it_is_another(added, tmp_path):
     """<think> is 128002 in SmolLM3, which takes a reserved token of Llama 3 for it."""
-    write_files(tmp_path, get_tokenizer(package_file("llama_models", "llama3/tokenizer.model")).hf_files())
+    for file, content in get_tokenizer(package_file("llama_models", "llama3/tokenizer.model")).hf_files().items():
+        (tmp_path / file).write_bytes(content)
     (tmp_path / "tokenizer.model").unlink()
     content = json.loads((tmp_path / "tokenizer.json").read_bytes())
     if added:

@@ -16,8 +16,8 @@ import pytest
 import tiktoken
 
 from data import write
-from data.loader import FOLDER, dataset_folder, open_dataset
-from data.meta import FIELDS, read_meta
+from data.loader import FOLDER, Packed, dataset_folder, open_dataset
+from data.meta import FIELDS, META_BYTES, REQUIRED, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
 from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
@@ -121,12 +121,20 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
         with pytest.raises(ValueError, match=rf"train\.bin has {n_bytes} bytes, but the 11 uint16 tokens"):
             Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin"):
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing, .*: prepare the data again"):
         Tokens(tmp_path, "val")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A dataset from a stranger
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+WRONG_VALUES = ["null", "true", "-1", "1.5", "1e400", "NaN", "-Infinity", "9" * 5000, '""', '"a\\u0000/../b"', "[]"]
+WRONG_VALUES += ["[null]", "{}", '{"a": {}}', DEEP, '{"train": null}', '"\\ud800"']
+VALID = {  # of the wrong values, some are right for some fields
+    '""': [], "[]": ["eos"], "{}": ["tokenizer_files"], "1.5": ["xz_bits_per_byte"],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -157,42 +165,76 @@ def test_every_field_of_meta_json_is_read_back_as_written(strangers):
     assert open_dataset(str(folder), 4, 0, mask_documents=True)[0].n_blocks == 1
 
 
-WRONG = {  # JSON of a field; none: it is missing
-    "tokenizer_files": ['{"../../../matplotlib.py": "aa"}', '{"original/tokenizer.model": "aa"}',
-                        '{"tokenizer.json": "zz"}', "[]"],
-    "files": ['{"train": {"../train.bin": 11}, "val": {"val.bin": 11}}', '{"train": {}, "val": {"val.bin": 11}}',
-              '{"train": {"train.bin": 0}, "val": {"val.bin": 11}}', "null", None],
-    "dtype": ['"O"', '"int32"', '">u2"', None],
-    "end_of_text": ["257", "true", "256.0", None],
-    "vocab_size": [str(2**40), "-1", "NaN", "9" * 5000, None],
-    "bos": ["null", "300", '1, "bos": "x"'],  # the last one: of duplicates the second
-    "eos": ["256", "[null]"],
-    "tokenizer": ['"a/b"', '"\\ud800"', "{}", None],
-    "script": ['"data/x/prepare.py; rm -rf ~"'],
-    "train_sha256": ['""', "[" * 100_000],
-    "xz_bits_per_byte": ['"1"'],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_no_name_type_or_number_of_meta_json_and_run_json_is_used_unchecked(strangers, tmp_path, name):
-    for value in WRONG[name]:
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_missing_or_mistyped_field_of_meta_json_is_a_sentence(strangers, name):
+    for value in WRONG_VALUES:
         folder = strangers(**{name: value})
-        with pytest.raises(ValueError, match=r"meta\.json (has|names|does not|is not JSON)") as raised:
+        if name in VALID.get(value, ()):
+            read_meta(folder)
+            continue
+        with pytest.raises(ValueError, match=rf"meta\.json .*{name}|meta\.json is not JSON"):
             open_dataset(str(folder), 4, 0, mask_documents=True)
-        assert len(str(raised.value)) < 500
         with pytest.raises(ValueError):
             tokenizer_of(folder)
-    folder = strangers(dtype='"O"')
-    run = {"step": 1, "dataset": json.loads((folder / "meta.json").read_text()), "digests": {}}
+    folder = strangers(**{name: None})
+    if name in REQUIRED:
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            read_meta(folder)
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            tokenizer_of(folder)
+
+
+OTHERS = {
+    "a name outside": {"tokenizer_files": '{"../../../matplotlib.py": "%s"}' % ("a" * 64)},
+    "a name within": {"tokenizer_files": '{"original/tokenizer.model": "%s"}' % ("a" * 64)},
+    "no digest": {"tokenizer_files": '{"tokenizer.json": "zz"}'},
+    "a file outside": {"files": '{"train": {"../train.bin": 11}, "val": {"val.bin": 11}}'},
+    "another kind of file": {"files": '{"train": {"train.mask": 11}, "val": {"val.bin": 11}}'},
+    "no tokens": {"files": '{"train": {"train.bin": 0}, "val": {"val.bin": 11}}'},
+    "very many tokens": {"files": '{"train": {"train.bin": 1%s}, "val": {"val.bin": 11}}' % ("0" * 30)},
+    "no training": {"files": '{"train": {}, "val": {"val.bin": 11}}'},
+    "another split": {"files": '{"train": {"train.bin": 11}, "val": {"val.bin": 11}, "test": {"test.bin": 1}}'},
+    "two files of conversations": {"files": '{"train": {"train.bin": 11, "val.bin": 11}, "val": {"val.bin": 11}}'},
+    "objects": {"dtype": '"O"'},
+    "signed": {"dtype": '"int32"'},
+    "the other byte order": {"dtype": '">u2"'},
+    "an end beyond the vocabulary": {"end_of_text": "257"},
+    "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
+    "tokens that no file has": {"train_tokens": "12"},
+    "another command": {"script": '"data/x/prepare.py; rm -rf ~"'},
+    "the second of duplicates": {"bos": '1, "bos": "x"'},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_no_name_type_or_number_of_meta_json_and_run_json_is_used_unchecked(strangers, tmp_path, changes):
+    folder = strangers(**changes)
+    with pytest.raises(ValueError, match=r"meta\.json (has|names) ") as raised:
+        open_dataset(str(folder), 4, 0, mask_documents=True)
+    assert len(str(raised.value)) < 500
+    with pytest.raises(ValueError):
+        tokenizer_of(folder)
+    dataset = json.loads((folder / "meta.json").read_text())
+    run = {"step": 1, "dataset": dataset, "digests": {}}
     (tmp_path / "run.json").write_text(json.dumps(run | {"digest": digest_of_run(run)}))
-    with pytest.raises(ValueError, match=r"run\.json has dtype"):
+    with pytest.raises(ValueError, match=r"run\.json (has|names) "):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("dtype, token, targets", [
-    ("uint16", 65535, True), ("uint32", 2**32 - 1, False), ("uint32", 257, True), ("uint16", 257, False),
-])  # fmt: skip
+def test_what_is_no_meta_json_is_a_sentence(strangers):
+    folder = strangers()
+    for content in (b"", b"\xff\xfe\0", b"{", b"[]", b'"x"', DEEP.encode(), b"9" * 5000):
+        (folder / "meta.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"meta\.json "):
+            read_meta(folder)
+    with open(folder / "meta.json", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"more than {META_BYTES:,} bytes"):
+        read_meta(folder)
+
+
+@pytest.mark.parametrize("dtype, token", [("uint16", 65535), ("uint32", 2**32 - 1), ("uint32", 257)])
+@pytest.mark.parametrize("targets", [True, False])
 def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dtype, token, targets):
     masked = {} if targets else {"train_targets": None, "val_targets": None}
     folder = strangers(dtype=f'"{dtype}"', **masked)
@@ -203,6 +245,32 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
     _, val = open_dataset(str(folder), block_size, 0, vocab_size=512, mask_documents=targets)
     with pytest.raises(ValueError, match=rf"\.bin holds token {token}, but vocab_size is 257"):
         val.read(range(val.n_blocks))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.mask"])
+def test_a_file_cut_while_training_is_a_sentence(strangers, name):
+    folder = strangers()
+    train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
+    train.sequences(0, 1)
+    os.truncate(folder / name, 5)
+    with pytest.raises(ValueError, match=rf"{name} has been cut since it was opened"):
+        train.sequences(0, 1)
+
+
+def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_path):
+    toy_dataset(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text()) | {"vocab_size": 200, "end_of_text": 199}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"meta\.json has vocab_size 200, but its tokenizer bytes has 257 tokens"):
+        tokenizer_of(tmp_path)
+
+
+def test_padding_is_never_a_target_and_targets_are_the_tokens_of_the_mask(strangers):
+    folder = strangers()
+    train = Packed(Tokens(folder, "train"), 20, None, 0)
+    tokens, targets, _ = train.unpack(train.read([0]))
+    assert tokens[0].tolist() == [*range(48, 58), 256, *[256] * 9]
+    assert targets[0].tolist() == [*range(49, 58), 256, *[-100] * 10]
 
 
 def test_error_while_writing_keeps_the_older_dataset(tmp_path):
@@ -232,6 +300,14 @@ def test_second_writer_in_a_folder_is_rejected_and_the_first_completes(tmp_path)
     assert [documents_of(tmp_path, split) for split in ("train", "val")] == [["first"], ["second"]]
 
 
+def test_pystdlib_is_prepared_once(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(pystdlib, "prepare", lambda folder: calls.append(toy_dataset(folder)))
+    for _ in range(2):
+        prepare_once(tmp_path)
+    assert documents_of(tmp_path, "val") == ["third"] and len(calls) == 1
+
+
 def test_a_strangers_folder_called_pystdlib_runs_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "pystdlib"
     folder.mkdir()
@@ -240,12 +316,9 @@ def test_a_strangers_folder_called_pystdlib_runs_nothing(tmp_path, monkeypatch):
     for name in (folder, f"{folder}/", tmp_path / "data/pystdlib", folder / ".." / "pystdlib"):
         with pytest.raises(FileNotFoundError, match="not a finished dataset"):
             open_dataset(str(name), 4, 0)
-    calls = []
-    prepare = lambda folder: calls.append(toy_dataset(folder, ["0123456789"], ["0123456789"]))  # noqa: E731
-    monkeypatch.setattr(pystdlib, "prepare", prepare)
-    for _ in range(2):
-        prepare_once(folder)  # even there only our own script runs
-    assert open_dataset(str(folder), 4, 0)[1].n_blocks == 2 and len(calls) == 1
+    monkeypatch.setattr(pystdlib, "prepare", lambda folder: toy_dataset(folder, ["0123456789"], ["0123456789"]))
+    prepare_once(folder)  # even there only our own script runs
+    assert open_dataset(str(folder), 4, 0)[1].n_blocks == 2
     assert not (tmp_path / "has run").exists()
 
 
