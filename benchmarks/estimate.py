@@ -19,6 +19,7 @@ import shlex
 from dataclasses import replace
 from itertools import product
 from json import dumps
+from types import SimpleNamespace
 from typing import Literal
 
 from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
@@ -114,29 +115,40 @@ def recommended(rows: list[dict], block_size: int) -> dict:
     return max(reversed(rows), key=lambda row: row["largest_batch"])
 
 
+def gib_of(card: str) -> float:
+    """The memory of a card, by its name or as a number of GiB."""
+    name = card.lower().replace(" ", "").removeprefix("rtx")
+    if name not in CARDS and not re.fullmatch(r"\d{1,3}(\.\d+)?", name):
+        raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
+    return CARDS.get(name) or float(name)
+
+
+def largest_batches(s: SimpleNamespace, named: dict, usable_gib: float) -> list[dict]:
+    """A row for each combination that train.py accepts, the cheapest first."""
+    rows = []
+    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):
+        row = {"activation_checkpointing": checkpointing, "offload": offload}
+        with contextlib.suppress(SettingError):
+            model, shape = resolve(s.config, s.ranks, named | row, s.flags)
+            row["largest_batch"] = memory_advice.largest_batch(model, shape, usable_gib)
+            row["cpu_gib"] = cpu_gib(model, replace(shape, batch_size=max(row["largest_batch"], 1)))
+            rows.append(row)
+    return rows
+
+
 def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     """The estimate as text, and the run that it recommends."""
     s = read_settings(globals(), argv, for_train_py=True)
-    card = s.card.lower().replace(" ", "").removeprefix("rtx")
-    if card not in CARDS and not re.fullmatch(r"\d{1,3}(\.\d+)?", card):
-        raise SettingError(f"--card={s.card}: there are {', '.join(CARDS)}, or GiB, as in --card=24")
-    total = CARDS.get(card) or float(card)
+    total = gib_of(s.card)
     named = {"block_size": s.block_size} if s.block_size else {}
     how = {  # full and none conflict with no other setting
         "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
         "offload": "none" if s.offload == "any" else s.offload,
     }
-    _, shape = resolve(s.config, s.ranks, named | how, s.flags)
+    model, shape = resolve(s.config, s.ranks, named | how, s.flags)
     sequences = shape.batch_size * shape.micro_steps  # of a step, on each rank
     usable = total - outside_gib(shape)
-    rows = []
-    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):  # the cheapest first
-        row = {"activation_checkpointing": checkpointing, "offload": offload}
-        with contextlib.suppress(SettingError):  # train.py would reject them
-            model, shape = resolve(s.config, s.ranks, named | row, s.flags)
-            row["largest_batch"] = memory_advice.largest_batch(model, shape, usable)
-            row["cpu_gib"] = cpu_gib(model, replace(shape, batch_size=max(row["largest_batch"], 1)))
-            rows.append(row)
+    rows = largest_batches(s, named, usable)
     asked = [row for row in rows if s.checkpointing in ("any", row["activation_checkpointing"])]
     asked = [row for row in asked if s.offload in ("any", row["offload"])]
     chosen = recommended(asked, model.block_size)
@@ -147,26 +159,23 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
             named["batch_size"] -= 1
         named["gradient_accumulation_steps"] = s.ranks * sequences // named["batch_size"]
     model, shape = resolve(s.config, s.ranks, named, s.flags)
-    peak = memory.peak_gib(model, shape)
     words = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
     command = f"{launcher(s.ranks)} {shlex.join(words)}"
+    peak = memory.peak_gib(model, shape)
     if s.json:
         result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": peak <= usable}
         return dumps(result), model, shape
-    text = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
-card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve
-
-{table(rows, "activation_checkpointing offload largest_batch cpu_gib")}
-
-{memory.table(model, shape)}"""
-    for where, parts in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
-        if parts(model, shape):
-            text += f"\n\nin {where}, of each rank:\n{memory.lines_of(parts(model, shape))}"
+    head = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
+card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve"""
+    parts = [head, table(rows, "activation_checkpointing offload largest_batch cpu_gib"), memory.table(model, shape)]
+    for where, parts_of in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
+        if parts_of(model, shape):
+            parts.append(f"in {where}, of each rank:\n{memory.lines_of(parts_of(model, shape))}")
     verdict = f"recommended, with a peak of {peak:.1f} GiB"
     if peak > usable:
         advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
         verdict = f"does not fit, with a peak of {peak:.1f} GiB; {advice}"
-    return f"{text}\n\n{verdict}:\n{command}", model, shape
+    return "\n\n".join([*parts, f"{verdict}:\n{command}"]), model, shape
 
 
 def main(argv: list[str]) -> None:
