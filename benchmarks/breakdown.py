@@ -11,8 +11,6 @@ import bisect
 import re
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import timing
 from benchmarks.child import run_train_py
@@ -47,10 +45,8 @@ def part_of(kernel: str) -> str:
 
 def spans_of_a_run(argv: list[str]) -> list[Span]:
     """Run train.py; return everything the GPU did, each span named by its part."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # nothing of the CPU, which would slow the step
-        run_train_py([*argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}"])
-    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return sorted((e.time_range.start / 1000, e.time_range.end / 1000, part_of(e.name)) for e in on_gpu)
+    events = timing.gpu_events([lambda: run_train_py([*argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}"])])
+    return sorted((e.time_range.start / 1000, e.time_range.end / 1000, part_of(e.name)) for e in events)
 
 
 def step_starts(spans: list[Span]) -> list[int]:

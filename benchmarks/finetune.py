@@ -66,10 +66,9 @@ def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int
         "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
         "eval_iters": -(-val.n_blocks // batch),
     }  # fmt: skip
+    flags = [*(f"--{name}={value}" for name, value in settings.items()), *TRAINERS[trainer].flags.split(), *flags]
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = runner.train_argv(CONFIG, batch, block, "none", out_dir)
-        argv += [*(f"--{name}={value}" for name, value in settings.items()), *TRAINERS[trainer].flags.split(), *flags]
-        summary = runner.train(argv, out_dir)
+        summary = runner.train(flags, out_dir, config=CONFIG, batch=batch, block=block, checkpointing="none")
         if "curve" not in summary:
             return summary
         run = read_losses(Path(out_dir))
@@ -128,7 +127,7 @@ def learning_rate(step: int, steps: int, rate: float) -> float:
 
 def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
     """train_losses() of a peer; on the CPU if there is no GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = timing.own_device()
     torch.set_float32_matmul_precision("high")
     train, val = conversations_of(dataset, block)
     model = build_peer(trainer, folder, device)
@@ -188,7 +187,7 @@ def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]
 
 def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
     """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = timing.own_device()
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     data, _ = conversations_of(dataset, block)
     if trainer == "packed":

@@ -112,13 +112,6 @@ def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record:
     return record.measure("points", key, lambda: point | sweep.measure_point(point))
 
 
-def measure_loss(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
-    """The losses on the whole card."""
-    flags = [f"--{key}={value}" for key, value in flags_of(name, s).items()]
-    key = {"model": model, "technique": name}
-    record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
-
-
 def main(argv: list[str]) -> None:
     lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
     s = read_settings(globals(), argv, **lists)
@@ -128,7 +121,11 @@ def main(argv: list[str]) -> None:
     record = runner.start("ladder", s)
     for model, name in product(s.models, s.techniques) if "fits" in s.measure else ():
         measure_fits(model, name, s, record)
-    for name in s.techniques if "losses" in s.measure else ():
-        if name in OURS and "lora_rank" not in flags_of(name, s):  # adapters of a random model learn nothing
-            measure_loss(s.models[0], name, s, record)
+    model = s.models[0]
+    for name in s.techniques if "losses" in s.measure else ():  # on the whole card
+        settings = flags_of(name, s)
+        if name in OURS and "lora_rank" not in settings:  # adapters of a random model learn nothing
+            flags = [f"--{key}={value}" for key, value in settings.items()]
+            key = {"model": model, "technique": name}
+            record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
     runner.finish(record)

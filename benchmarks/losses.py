@@ -21,7 +21,8 @@ import tempfile
 import torch
 
 from benchmarks import runner, settings
-from benchmarks.trainers import SEED, TRAINERS, batches, hf_masters, hf_model, llama_config, train_step
+from benchmarks.timing import own_device
+from benchmarks.trainers import ADAMW, SEED, TRAINERS, batches, hf_masters, hf_model, llama_config, train_step
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf import hf_rows
@@ -35,18 +36,15 @@ out = "out/losses.json"  # the record
 OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
 LEARNING_RATE = 4e-4  # config/llama32_1b.py's
 WARMUP = 50
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 
 
 def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
     """The loss of each step of train.py."""
+    flags = [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}",
+             f"--seed={SEED}", f"--max_iters={steps}", *flags]  # fmt: skip
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = runner.train_argv(config, batch, block, "none", out_dir)
-        argv += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
-        argv += [f"--seed={SEED}", f"--max_iters={steps}", *flags]
-        summary = runner.train(argv, out_dir)
-        return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
+        summary = runner.train(flags, out_dir, config=config, batch=batch, block=block, checkpointing="none")
+    return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
 
 
 @torch.no_grad()
@@ -63,7 +61,7 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
 
 def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes):
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if device.type == "cuda":
         memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
@@ -77,11 +75,10 @@ def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtyp
     begin_as_train_py(ours, dict(model.named_parameters()), device)
     optimizer = make_optimizer(trainer, model, rank)
     losses = []
-    for i, blocks in enumerate(batches(steps, batch, block, device)):
+    for i, sequences in enumerate(batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
-        loss, _ = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
-        losses.append(loss)
+        losses.append(train_step(model, loss_of, optimizer, sequences))
     return {"losses": torch.stack(losses).tolist()}
 
 
@@ -89,15 +86,15 @@ def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.opt
     """AdamW with train.py's settings; for hf-galore, with its projection on the layers' matrices."""
     groups = []
     for name, p in model.named_parameters():
-        groups.append({"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)})
+        groups.append({"params": [p], "weight_decay": ADAMW["weight_decay"] * (p.ndim > 1)})
         if trainer == "hf-galore" and p.ndim > 1 and ".layers." in name:
             scale = (p.shape[1] / rank) ** 0.5
             groups[-1] |= {"rank": rank, "update_proj_gap": 200, "scale": scale, "proj_type": "right"}
     if trainer != "hf-galore":
-        return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
+        return torch.optim.AdamW(groups, **ADAMW)
     from galore_torch import GaLoreAdamW
 
-    return GaLoreAdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, no_deprecation_warning=True)
+    return GaLoreAdamW(groups, **ADAMW, eps=1e-8, no_deprecation_warning=True)
 
 
 def main(argv: list[str]) -> None:

@@ -130,9 +130,13 @@ def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
 # --- RoPE of a packed projection: q and k rotated, v copied, all three independent of the packed tensor ---
 
 
-def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
+def split_heads(qkv, n_head):
     n_kv_head = (qkv.shape[2] - n_head) // 2
-    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+    return qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+
+
+def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
+    q, k, v = split_heads(qkv, n_head)
     wide_cos = wide_cos[:, None]  # (T, 1, D)
     wide_sin = wide_sin[:, None]
     return *(x * wide_cos + rotate_half(x) * wide_sin for x in (q, k)), v.contiguous()
@@ -156,8 +160,7 @@ def rope_inputs(size, options):
 
 
 def liger_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
-    n_kv_head = (qkv.shape[2] - n_head) // 2
-    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+    q, k, v = split_heads(qkv, n_head)
     q, k = liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), wide_cos, wide_sin)  # (B, heads, T, D)
     return q.transpose(1, 2), k.transpose(1, 2), v.contiguous()
 
@@ -242,11 +245,6 @@ def matmuls_alone(size):
     ]
 
 
-def torch_linear_cross_entropy(x, weight, targets):
-    """PyTorch's own chunked head, since 2.13."""
-    return F.linear_cross_entropy(x, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
-
-
 LINEAR_CROSS_ENTROPY = Operation(
     dims="N C V",
     sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
@@ -255,7 +253,7 @@ LINEAR_CROSS_ENTROPY = Operation(
     functions={
         "nanocria": kernels.linear_cross_entropy,
         "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets),
-        "torch": torch_linear_cross_entropy,
+        "torch": lambda *inputs: F.linear_cross_entropy(*inputs, options=torch.nn.LinearCrossEntropyOptions()),  # 2.13
         "liger": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs),
         "liger_fp32": lambda *inputs: liger.liger_fused_linear_cross_entropy(*inputs, accum_dtype=torch.float32),
         "cce": lambda *inputs: cut_cross_entropy.linear_cross_entropy(*inputs),
@@ -412,9 +410,9 @@ def bnb_maps(device):
 
 def bnb_adamw8bit(parameter, grad, low, m, v, m_absmax, v_absmax, scalars):
     signed, unsigned, _ = bnb_maps(parameter.device)
-    how = {"beta1": 0.9, "beta2": 0.95, "beta3": 0.0, "alpha": 0.0, "eps": 1e-8, "step": 1, "lr": 1e-3}
-    absmax = {"absmax1": m_absmax, "absmax2": v_absmax, "weight_decay": 0.1}
-    bnb.optimizer_update_8bit_blockwise("adam", grad, parameter, m, v, qmap1=signed, qmap2=unsigned, **how, **absmax)
+    options = UPDATE | {"beta3": 0.0, "alpha": 0.0, "step": 1, "lr": 1e-3}
+    quantization = {"qmap1": signed, "qmap2": unsigned, "absmax1": m_absmax, "absmax2": v_absmax}
+    bnb.optimizer_update_8bit_blockwise("adam", grad, parameter, m, v, **options, **quantization)
     return parameter
 
 

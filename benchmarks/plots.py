@@ -11,8 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # writes files: needs no window or display
 import matplotlib.pyplot as plt
 
-from benchmarks.records import load
-from benchmarks.settings import ROOT
+from benchmarks.settings import ROOT, load_record
 from benchmarks.tables import is_measured, title
 from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY, label_ends
 
@@ -145,7 +144,7 @@ def plot_linux(record: dict):
     figure, axes = plt.subplots(figsize=(WIDTH, 4))
     ends = []
     for name, (label, color) in LINUX.items():
-        run = load(name)
+        run = load_record(name)
         s = run["settings"]
         tokens_of_a_step = s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"]
         tokens = [tokens_of_a_step * step / 1e6 for step, _, _ in run["val_curve"]]
@@ -177,4 +176,4 @@ def draw(plot: Callable, record: dict, path: Path) -> None:
 
 def draw_all() -> None:
     for name, (record, plot) in PLOTS.items():
-        draw(plot, load(record), FOLDER / f"{name}.png")
+        draw(plot, load_record(record), FOLDER / f"{name}.png")

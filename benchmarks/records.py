@@ -22,11 +22,6 @@ PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes",
             "galore-torch")  # fmt: skip
 
 
-def load(name: str) -> dict:
-    """A record of benchmarks/records/."""
-    return json.loads((RECORDS / f"{name}.json").read_text())
-
-
 def write(path: Path, record: dict) -> None:
     """Write the record atomically: if that fails, the previous one stays."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,8 +88,9 @@ def train_argv(config: str, batch: int, block: int, checkpointing: str, out_dir:
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def train(argv: list[str], out_dir: str, ranks: int = 1, limit_gib: float | None = None) -> dict:
-    """The summary that train.py leaves in out_dir, or why it leaves none."""
+def train(flags: Iterable[str], out_dir: str, ranks: int = 1, limit_gib: float | None = None, **point) -> dict:
+    """The summary that train.py leaves in out_dir, or why it leaves none. point: train_argv's config, batch, ..."""
+    argv = [*train_argv(**point, out_dir=out_dir, ranks=ranks), *flags]
     summary = Path(out_dir) / "summary.json"
     summary.unlink(missing_ok=True)  # of the run that this one resumes
     _, printed = run(["-m", "benchmarks.child", f"{limit_gib or 0:g}", "train.py", *argv], ranks)
@@ -102,9 +104,8 @@ def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib
         options = {"trainer": trainer, "steps": steps, "warmup": warmup, **point}
         return row | call("trainers.measure", ranks, limit_gib, **options)
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = train_argv(**point, out_dir=out_dir, ranks=ranks)
-        argv += [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
-        summary = train(argv, out_dir, ranks, limit_gib)
+        flags = [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
+        summary = train(flags, out_dir, ranks, limit_gib, **point)
     row |= {key: summary[key] for key in SUMMARY if key in summary}
     return row | ({"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {})  # the process's peak
 

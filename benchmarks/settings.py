@@ -5,6 +5,7 @@ Arguments after `--` go to train.py:
     python bench.py sweep --offload=all --trainers=nanocria,nanocria-plain -- --compile=true
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -52,6 +53,11 @@ def one_of(setting: str, text: str, known: Iterable[str] | Callable):
     if text not in known:
         raise SettingError(f"--{setting}={text}: there are {', '.join(known)}")
     return text
+
+
+def load_record(name: str) -> dict:
+    """A record of benchmarks/records/."""
+    return json.loads((RECORDS / f"{name}.json").read_text())
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -40,9 +40,8 @@ def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
         options = {"steps": STEPS - 2, "warmup": 2, "history": str(path)}
         return runner.call("trainers.measure", trainer=trainer, **point, **options)
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = runner.train_argv(**point, out_dir=out_dir)
-        argv += [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={STEPS + 1}", "--profile=true"]
-        summary = runner.train(argv, out_dir)
+        flags = [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={STEPS + 1}", "--profile=true"]
+        summary = runner.train(flags, out_dir, **point)
         if "peak_gib" in summary:
             path.write_bytes(Path(out_dir, "profile", "rank0.memory.pickle").read_bytes())
         return summary

@@ -78,21 +78,21 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         growing = list(s.trainers)
         for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
             if trainer in growing:
-                point = point_of(trainer, batch, block, s.checkpointing, s.offload, s)
+                point = point_of(trainer, batch, block, s.checkpointing, s.offload, s.flags, s)
                 row = record.measure(kind, point, measure_point, point, s.steps)
                 if "tok_per_s" not in row:
                     growing.remove(trainer)
 
 
-def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: str, s: SimpleNamespace) -> dict:
-    """What identifies a row of a sweep. A peer's offload is part of its name."""
+def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: str, flags, s: SimpleNamespace) -> dict:
+    """What identifies a row of a sweep. A peer's offload is part of its name. flags: train.py's."""
     is_peer = bool(TRAINERS[trainer].build)
     if is_peer:
         offload = "all" if trainer.endswith("offload") else "none"
     return {
         "config": s.config, "trainer": trainer, "ranks": s.ranks, "batch": batch, "block": block,
         "checkpointing": checkpointing, "offload": offload, "limit_gib": s.memory_limit_gib,
-        "flags": "" if is_peer else shlex.join(s.flags),
+        "flags": "" if is_peer else shlex.join(flags),
     }  # fmt: skip
 
 
@@ -113,11 +113,9 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 
 def finetune(s: SimpleNamespace, record: Record) -> None:
-    more = s.flags
     for trainers, (batch, block), checkpointing, flags in FINETUNE:
-        s.flags = [*flags.split(), *more]
         for trainer in trainers.split(","):
-            point = point_of(trainer, batch, block, checkpointing, "none", s)
+            point = point_of(trainer, batch, block, checkpointing, "none", [*flags.split(), *s.flags], s)
             record.measure("batch", point, measure_point, point, s.steps)
 
 

@@ -7,12 +7,11 @@
 <!-- table: linux_114m whole_runs -->    one row for each record whose name begins so, of a run of train.py
 """
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable
 
-from benchmarks.settings import RECORDS, ROOT
+from benchmarks.settings import RECORDS, ROOT, load_record
 from benchmarks.trainers import TRAINERS
 
 HEADERS = {  # of a row's keys, where they differ from the key
@@ -187,8 +186,7 @@ TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -
     "disk": {"drives": "config flags bytes update_gb_per_s plain_gb_per_s plain_threads ratio"},
     "snapshot": {"rows": "batch block checkpointing trainer peak_gib"},
 }  # fmt: skip
-RUNS = ("command device train_seconds tok_per_s peak_gib val_loss bits_per_byte xz_bits_per_byte "
-        "record")  # fmt: skip
+RUNS = "command device train_seconds tok_per_s peak_gib val_loss bits_per_byte xz_bits_per_byte record"
 
 
 def of_record(record: dict) -> dict[str, str]:
@@ -210,14 +208,16 @@ MARKED = re.compile(r"<!-- table: (\S+) (\S+) -->\n.*?<!-- /table -->", re.DOTAL
 
 def of_runs(prefix: str) -> str:
     """The runs of train.py whose records begin so, the best first."""
-    runs = [json.loads(path.read_text()) | {"name": path.name} for path in RECORDS.glob(f"{prefix}*.json")]
-    runs = [run | {"record": f"[{run['versions']['nanocria']}](records/{run['name']})"} for run in runs]
+    runs = []
+    for path in RECORDS.glob(f"{prefix}*.json"):
+        run = load_record(path.stem)
+        runs.append(run | {"record": f"[{run['versions']['nanocria']}](records/{path.name})"})
     return table(sorted(runs, key=lambda run: run["val_loss"]), RUNS)
 
 
 def with_caption(name: str, kind: str) -> str:
     """A table of a record, and below it what it was measured on."""
-    record = json.loads((RECORDS / f"{name}.json").read_text())
+    record = load_record(name)
     limits = f"copies {record['copy_tb_s']:.2f} TB/s"
     if "matmul_tflops" in record:
         limits += f", matmuls {record['matmul_tflops']:.0f} TFLOP/s"

@@ -7,6 +7,7 @@ on, and a graph cannot be captured on the default stream.
 """
 
 import math
+import os
 import statistics
 import time
 import warnings
@@ -24,6 +25,13 @@ ROW_MS = 150  # approximate time of all replays of a measurement
 MAX_LAUNCHES = 200  # in a graph: capturing them costs as much host time as launching them
 PROFILES = 5  # for calls that cannot be captured
 REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock drifts, by a few percent between two replays
+
+
+def own_device() -> torch.device:
+    """This rank's GPU, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def use_side_stream() -> None:
@@ -75,14 +83,18 @@ def waits_for_gpu(call: Callable) -> bool:
     return False
 
 
-def kernels_us(calls: list[Callable]) -> float:
-    """The mean time of one call's kernels, copies and fills together, without the gaps between them."""
+def gpu_events(calls: list[Callable]) -> list:
+    """What the GPU does in these calls. The profiler records nothing of the CPU, which would slow them."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for call in calls:
             call()
         torch.cuda.synchronize()
-    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return sum(event.time_range.elapsed_us() for event in on_gpu) / len(calls)
+    return [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+
+
+def kernels_us(calls: list[Callable]) -> float:
+    """The mean time of one call's kernels, copies and fills together, without the gaps between them."""
+    return sum(event.time_range.elapsed_us() for event in gpu_events(calls)) / len(calls)
 
 
 def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None:

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import plain_llama
 from benchmarks.settings import ROOT
-from benchmarks.timing import mark
+from benchmarks.timing import mark, own_device
 from configurator import preview
 from data.encode import cpu_cores
 from data.loader import open_dataset
@@ -254,13 +254,18 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
         for layer in model.model.layers:
             layer.compile()
     run = torch.compile(model, mode=compile_mode) if compile_mode not in ("", "blocks") else model
+    attention = partial(sdpa_kernel, CUDNN_FIRST, set_priority=True) if cudnn else contextlib.nullcontext
+    return model, hf_loss(run, attention)
+
+
+def hf_loss(model: Callable, context: Callable) -> Callable:
+    """The loss of Hugging Face's model on tokens and targets, which are shifted already, in a context."""
 
     def loss_of(tokens, targets):
-        with sdpa_kernel(CUDNN_FIRST, set_priority=True) if cudnn else contextlib.nullcontext():
-            # shift_labels: the targets are shifted already
-            return run(input_ids=tokens, labels=targets, shift_labels=targets).loss
+        with context():
+            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
-    return model, loss_of
+    return loss_of
 
 
 def hf(c: LlamaConfig, checkpointing: str, device, optimizer=adamw, **options):
@@ -294,12 +299,7 @@ def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
     model = with_peft(model)
     for module in model.modules():  # no float32 copies of the inputs: autocast rounds them anyway, so copies would only
         module.cast_input_dtype_enabled = False  # cost time and memory; peft's 4-bit layers skip them under autocast
-
-    def loss_of(tokens, targets):
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
-
-    return model, loss_of, adamw(model)
+    return model, hf_loss(model, partial(torch.autocast, device.type, torch.bfloat16)), adamw(model)
 
 
 def with_peft(model: nn.Module) -> nn.Module:
@@ -350,9 +350,9 @@ def hf_masters(c: LlamaConfig, checkpointing: str, device, liger="", offload=Fal
 # --- The step, and its measurement ---
 
 
-def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch forward, backward, clip and update; return the loss and the gradient norm, which may be on their way."""
-    loss = loss_of(tokens, targets)
+def train_step(model: nn.Module, loss_of, optimizer, sequences: torch.Tensor) -> torch.Tensor:
+    """Launch forward, backward, clip and update on sequences (B, T + 1); return the loss, which may be on its way."""
+    loss = loss_of(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
     loss.backward()
     grads = [parameter.grad for parameter in trained_parameters(model)]
     norm = torch.nn.utils.get_total_norm(grads, foreach=True)
@@ -361,7 +361,7 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> tuple[t
     optimizer.step()
     del grads
     optimizer.zero_grad()
-    return loss.detach(), norm
+    return loss.detach()
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
@@ -390,10 +390,6 @@ def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
     return model.flops_per_token(config.block_size) * tok_per_s / peak if peak else None
 
 
-def own_device() -> torch.device:
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
 def measure(
     trainer: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=5, history="", **changes
 ) -> dict:
@@ -416,7 +412,7 @@ def measure(
     ends = []
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the same tokens in the first and the last step, so that their losses are comparable
-    for step, blocks in enumerate(data):
+    for step, sequences in enumerate(data):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # without a warm-up 8B's loss first rises
         if step == warmup:
@@ -425,8 +421,7 @@ def measure(
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             ends = [mark()]
-        loss, _ = train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())
-        losses.append(loss)
+        losses.append(train_step(model, loss_of, optimizer, sequences))
         ends.append(mark())
     if history:
         torch.cuda.memory._dump_snapshot(history)

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 
 import bench
 from benchmarks import kernels as kernels_bench
-from benchmarks import plots, records, runner, tables, timing
+from benchmarks import plots, records, runner, settings, tables, timing
 from benchmarks.operations import OPERATIONS
 from test_kernels import DEVICE
 
@@ -32,7 +32,7 @@ def test_a_plot_of_a_record_can_be_read_at_the_width_of_the_page(name):
     """Letters are 11 pixels or more if the page shows it 830 pixels wide, and neither labels nor looks coincide."""
     assert {f"{plot}.png" for plot in plots.PLOTS} == {path.name for path in plots.FOLDER.iterdir()}
     record, plot = plots.PLOTS[name]
-    figure = plot(records.load(record))
+    figure = plot(settings.load_record(record))
     figure.draw_without_rendering()
     pixels = 830 / figure.get_window_extent().width * figure.dpi / 72
     texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]

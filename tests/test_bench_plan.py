@@ -1,15 +1,13 @@
 """benchmarks/plan.py against what was measured on one, two and four GPUs."""
 
-import json
-
 import pytest
 
 from benchmarks import plan
-from benchmarks.settings import RECORDS, ROOT
+from benchmarks.settings import ROOT, load_record
 
 
 def rows(record: str, kind: str) -> list[dict]:
-    return [row for row in json.loads((RECORDS / f"{record}.json").read_text())[kind] if row["trainer"] == "nanocria"]
+    return [row for row in load_record(record)[kind] if row["trainer"] == "nanocria"]
 
 
 @pytest.mark.parametrize("record", ["gpus", "gpus_two"])

@@ -80,15 +80,8 @@ def losses_of(settings=None, ends_at=3.0, steps=20, **more):
     return Losses(points, points[3::4], **fields)
 
 
-SETTINGS = {
-    "dataset": "a",
-    "optimizer": "adamw",
-    "learning_rate": 0.1,
-    "seed": 1,
-    "out_dir": "a",
-    "profile": False,
-    "keep_last": 2,
-}
+SETTINGS = {"dataset": "a", "optimizer": "adamw", "learning_rate": 0.1, "seed": 1, "out_dir": "a", "profile": False,
+            "keep_last": 2}  # fmt: skip
 
 
 @pytest.mark.parametrize(

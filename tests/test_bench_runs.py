@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import gpus, ladder, records, runner, settings, snapshot
+from benchmarks import gpus, ladder, runner, settings, snapshot
 from benchmarks.records import Record
 from runtime.checkpoint import load_model
 from tests.runs import step_losses, wait_until
@@ -23,7 +23,7 @@ HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocr
 
 
 def test_functions_are_called_in_separate_processes():
-    assert runner.call("records.load", ranks=2, name="step") == records.load("step")
+    assert runner.call("settings.load_record", ranks=2, name="step") == settings.load_record("step")
 
 
 def test_a_process_without_a_result_says_why():
@@ -237,9 +237,9 @@ def test_each_point_is_a_run_on_so_many_ranks_and_8b_takes_all(card):
 def test_a_checkpoint_costs_the_difference_between_two_runs(monkeypatch, tmp_path):
     ran = []
 
-    def train(argv, out_dir, ranks):
-        ran.append(argv[-1])
-        saves = "--keep_last=1" in argv
+    def train(flags, out_dir, ranks, **point):
+        ran.append(flags[-1])
+        saves = "--keep_last=1" in flags
         lines = [{"step": 100, "loss": 1.0, "time": 9.0}, {"step": 200, "loss": 1.0, "time": 75.0 if saves else 53.0}]
         if len(ran) < 3:  # the third one resumes, and is not timed
             Path(out_dir, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
