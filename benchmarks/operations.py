@@ -6,10 +6,11 @@ All functions of an operation compute the same of the same numbers. kernels.py a
     eager           plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
     torch           PyTorch's own operator, if it has one; for attention sdpa_flash and sdpa_cudnn, by backend
     liger           Liger-Kernel: Hsu et al., 2024. https://github.com/linkedin/Liger-Kernel
+    fa4             FlashAttention 4: Dao et al. https://github.com/Dao-AILab/flash-attention
     cce             Cut your losses: Wijmans et al., 2024. It skips the gradients of improbable tokens: see its error
     bitsandbytes    Dettmers et al., 2021 and 2023. Its 8-bit AdamW updates bfloat16 parameters without masters
 
-    pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
+    pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2 "flash-attn-4[cu13]==4.0.0b36"
 
 Libraries are optional: the functions of one that is missing fail. They are called with their defaults, as their own
 patches of Hugging Face's models call them. Some of Liger-Kernel's overwrite their inputs with gradients, a legitimate
@@ -46,6 +47,7 @@ def optional(module: str):
 liger = optional("liger_kernel.transformers.functional")
 cut_cross_entropy = optional("cut_cross_entropy")
 bnb = optional("bitsandbytes.functional")
+fa4 = optional("flash_attn.cute")
 
 EPS = 1e-5
 VOCAB = 128256  # Llama 3's
@@ -360,6 +362,7 @@ FLASH_ATTENTION = Operation(
         "eager": eager_attention,
         "sdpa_flash": partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION),
         "sdpa_cudnn": partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION),
+        "fa4": lambda q, k, v: fa4.flash_attn_func(q, k, v, causal=True)[0],
     },
     reference=reference.flash_attention,
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),

@@ -16,6 +16,7 @@ are sharded over the ranks. PyTorch's allocator uses expandable segments, as in 
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -221,6 +222,113 @@ def torchtitan(c: LlamaConfig, checkpointing: str, device):
         model.init_weights(buffer_device=device)
     loss = torch.compile(cross_entropy_loss)
     return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
+
+
+def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"):
+    """The package torchtitan 0.3: its model, tied as c says, compiled and sharded by its parallelize_llama, its chunked
+    loss, and its CUDA graph of forward and backward. attention: varlen, by FlashAttention 4, or flex.
+
+    Two things make it faster than its own loop: masks are made once, not at each step, and as each sequence is one
+    document, RoPE reads no positions.
+    """
+    model = torchtitan_03_model(c, checkpointing, device, attention)
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
+    from torchtitan.models.common import attention as titan
+
+    chunked_loss = ChunkedLossWrapper.Config().build(compile_config=CompileConfig(enable=True))
+    chunked_loss.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    model.lm_head.reshard = lambda: None  # in PyTorch 2.11 it would free the last norm's weight before its backward
+    optimizer = adamw(model)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # a graph adds to the same tensors each time
+
+    @functools.cache
+    def mask_of(batch: int, block: int):
+        if attention == "varlen":
+            return titan.create_varlen_metadata_for_document(torch.arange(block, device=device).expand(batch, block))
+        return titan.create_attention_mask(titan.get_causal_mask_mod(), None, None, block, block, device=device)
+
+    @wrap_with_cuda_graph
+    def forward_backward(tokens, targets, n_targets, _):
+        loss, _ = chunked_loss(model(tokens, attention_masks=mask_of(*tokens.shape)), targets, n_targets)
+        loss.backward()
+        return loss
+
+    def loss_of(tokens, targets):
+        n_targets = torch.tensor(RANKS * tokens.numel(), device=device)
+        loss = forward_backward(tokens, targets, n_targets, {})
+        return (RANKS * loss.detach()).requires_grad_()  # whose backward does nothing more
+
+    return model, loss_of, optimizer
+
+
+def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device, attention: str) -> nn.Module:
+    prepare_torchtitan_03()
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models import llama3
+
+    scaling = c.rope_scaling or {}
+    scaling = {"scaling_factor" if key == "factor" else key: value for key, value in scaling.items()}
+    rope = llama3.ComplexRoPE.Config(
+        dim=c.head_dim, max_seq_len=c.block_size, theta=c.rope_theta, scaling="llama" if scaling else "none", **scaling
+    )
+    layers = llama3._build_llama3_layers(
+        n_layers=c.n_layer, dim=c.n_embd, n_heads=c.n_head, n_kv_heads=c.n_kv_head, hidden_dim=c.ffn_dim, rope=rope,
+        attn_backend=attention,
+    )  # fmt: skip
+    config = llama3.Llama3Model.Config(
+        dim=c.n_embd, vocab_size=c.vocab_size, layers=layers, enable_weight_tying=c.tie_embeddings,
+        tok_embeddings=llama3.Embedding.Config(num_embeddings=c.vocab_size, embedding_dim=c.n_embd),
+        norm=llama3.RMSNorm.Config(normalized_shape=c.n_embd, eps=c.norm_eps),
+        lm_head=llama3.Linear.Config(in_features=c.n_embd, out_features=c.vocab_size),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = config.build()
+    mesh_of_all_ranks(device)  # the process group, of which the package makes its own mesh
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    utils.set_spmd_backend(parallelism.spmd_backend)
+    recomputed = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    llama3.parallelize_llama(
+        model, parallel_dims=ParallelDims.from_config(parallelism, RANKS), training=TrainingConfig(),
+        parallelism=parallelism, compile_config=CompileConfig(enable=True), ac_config=recomputed[checkpointing],
+        dump_folder="",
+    )  # fmt: skip
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)  # RoPE's tables too
+    randomize(model, device)
+    return model
+
+
+def prepare_torchtitan_03() -> None:
+    """Let its varlen attention use FlashAttention 4: on Hopper it would ask for 3, of which there is no package. And
+    give PyTorch 2.11 what the package expects of a later one."""
+    later = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+    if not later:
+        torch.distributed.fsdp.DataParallelMeshDims = object  # only the annotations of arguments need it
+    from torchtitan.models.common import attention
+    from torchtitan.tools import utils
+
+    utils.get_cuda_flash_attention_impl = lambda: "FA4"
+    if later:
+        return
+    from torch.nn.attention import _fa4
+
+    varlen_attn = attention.varlen_attn
+    attention.varlen_attn = lambda *args, enable_gqa=False, **options: varlen_attn(*args, **options)  # it does anyway
+
+    def run_forward(q, k, v, starts, _, scale, *causal_and_its_window):  # PyTorch 2.11 expects fewer results
+        out, lse, *_ = _fa4._fa4_import_module(_fa4._FA4_MODULE_PATH)._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts, return_lse=True
+        )
+        return out, lse.contiguous()
+
+    _fa4._fa4_run_forward = run_forward
+    _fa4._fa4_backward_support_error = lambda *args: None  # it refuses every window, even (-1, 0), which is causal
 
 
 # --- Hugging Face ---
@@ -473,6 +581,8 @@ TRAINERS = {
     "recipe-fp8": Trainer("torchtitan's recipe, fp8", partial(recipe, fp8=True)),
     "recipe-zero2": Trainer("torchtitan's recipe, ZeRO-2", partial(recipe, reshard=False)),
     "torchtitan": Trainer("torchtitan", torchtitan),
+    "torchtitan-0.3": Trainer("torchtitan 0.3", torchtitan_03),
+    "torchtitan-0.3-flex": Trainer("torchtitan 0.3, flex", partial(torchtitan_03, attention="flex")),
     # pure bfloat16
     "hf": Trainer("Hugging Face", hf),
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),
