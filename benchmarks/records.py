@@ -19,7 +19,7 @@ from runtime import run_log
 from runtime.loss_plot import read_losses
 
 PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes", "peft", "torchtitan", "torchao",
-            "galore-torch")  # fmt: skip
+            "galore-torch", "unsloth", "flash-attn-4")  # fmt: skip
 
 
 def write(path: Path, record: dict) -> None:

@@ -5,8 +5,8 @@
     python bench.py --memory_limit_gib=24 --checkpointing=full --offload=optimizer
     python bench.py --preset=study                24 GiB, offload=all, full checkpointing: beside Hugging Face and Liger
     python bench.py --preset=8b                   Llama 3.1 8B, sequences of 512 tokens, on all GPUs, beside the recipe
-    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes: the
-                                                  fastest settings at each size
+    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft, bitsandbytes and
+                                                  unsloth: the fastest settings at each size
     python bench.py -- --mlp_chunks=4             arguments after -- go to train.py, for nanocria alone
 
 benchmarks/trainers.py describes the trainers. hf-masters and hf-liger-masters keep float32 weights and compute in
@@ -64,6 +64,11 @@ FINETUNE = [  # the fastest settings at each size: trainers, (batch, block), che
     *((f"nanocria-qlora,{FP8}", shape, "selective", ON_CPU) for shape in ((1, 8192), (4, 8192), (1, 32768))),
     *(("hf-liger-qlora", shape, "full", "") for shape in ((1, 8192), (4, 8192), (1, 32768), (1, 65536))),
     ("nanocria-qlora,nanocria-qlora-fp8", (1, 131072), "full", ON_CPU),
+    ("unsloth-qlora", (2, 2048), "none", ""),
+    *(
+        ("unsloth-qlora,unsloth-qlora-long", shape, "full", "")
+        for shape in ((2, 2048), (1, 8192), (4, 8192), (1, 32768))
+    ),
 ]
 
 

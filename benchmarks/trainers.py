@@ -9,7 +9,12 @@ its optimizer, and add it to the table:
 Their packages, for all of the table:
 
     pip install "transformers>=5.17,<6" liger-kernel==0.8.5 "peft>=0.21,<0.22" "bitsandbytes>=0.50,<0.51" \\
-        galore-torch==1.0 "torchtitan<0.3" "torchao>=0.17,<0.18"
+        galore-torch==1.0 "torchtitan<0.3" "torchao>=0.17,<0.18" unsloth==2026.10.9
+
+The trainers torchtitan-0.3 need another release of one package, in a folder that PYTHONPATH names for them alone:
+
+    pip install --target=titan "torchtitan==0.3.0" "flash-attn-4[cu13]==4.0.0b36"
+    PYTHONPATH=titan:titan/nvidia_cutlass_dsl/dsl_packages python bench.py step --trainers=torchtitan-0.3
 
 measure() trains a peer for some steps on the text that nanocria is measured on. Under torchrun, recipe and torchtitan
 are sharded over the ranks. PyTorch's allocator uses expandable segments, as in train.py.
@@ -21,6 +26,7 @@ import gc
 import itertools
 import os
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -224,7 +230,7 @@ def torchtitan(c: LlamaConfig, checkpointing: str, device):
     return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
 
 
-def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"):
+def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen", graph=True):
     """The package torchtitan 0.3: its model, tied as c says, compiled and sharded by its parallelize_llama, its chunked
     loss, and its CUDA graph of forward and backward. attention: varlen, by FlashAttention 4, or flex.
 
@@ -242,7 +248,7 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
     model._skip_lm_head = True
     model.lm_head.reshard = lambda: None  # in PyTorch 2.11 it would free the last norm's weight before its backward
     optimizer = adamw(model)
-    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # a graph adds to the same tensors each time
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not graph)  # a graph adds to the same tensors
 
     @functools.cache
     def mask_of(batch: int, block: int):
@@ -250,15 +256,16 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
             return titan.create_varlen_metadata_for_document(torch.arange(block, device=device).expand(batch, block))
         return titan.create_attention_mask(titan.get_causal_mask_mod(), None, None, block, block, device=device)
 
-    @wrap_with_cuda_graph
     def forward_backward(tokens, targets, n_targets, _):
         loss, _ = chunked_loss(model(tokens, attention_masks=mask_of(*tokens.shape)), targets, n_targets)
         loss.backward()
         return loss
 
+    run = wrap_with_cuda_graph(forward_backward) if graph else forward_backward
+
     def loss_of(tokens, targets):
         n_targets = torch.tensor(RANKS * tokens.numel(), device=device)
-        loss = forward_backward(tokens, targets, n_targets, {})
+        loss = run(tokens, targets, n_targets, {})
         return (RANKS * loss.detach()).requires_grad_()  # whose backward does nothing more
 
     return model, loss_of, optimizer
@@ -408,6 +415,38 @@ def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
     for module in model.modules():  # no float32 copies of the inputs: autocast rounds them anyway, so copies would only
         module.cast_input_dtype_enabled = False  # cost time and memory; peft's 4-bit layers skip them under autocast
     return model, hf_loss(model, partial(torch.autocast, device.type, torch.bfloat16)), adamw(model)
+
+
+def unsloth_qlora(c: LlamaConfig, checkpointing: str, device, offload=False):
+    """unsloth with its own settings and adapters of rank 16: NF4, fused kernels, compiled blocks; cuDNN's attention.
+    offload: its checkpointing that keeps the blocks' inputs in CPU memory; else none, or PyTorch's.
+
+    It sizes the chunks of its loss by the free memory, so it is shown what this process may take.
+    """
+    card_bytes = torch.cuda.get_device_properties(device).total_memory
+    limit = int(card_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    torch.cuda.mem_get_info = lambda *args: (limit - torch.cuda.memory_reserved(device), limit)
+    import unsloth  # before transformers, which it patches
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    mode = "unsloth" if offload else checkpointing == "full"
+    with tempfile.TemporaryDirectory() as folder:  # it starts from published weights and their tokenizer
+        model, _ = hf_model(c, "none", device)
+        model.save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b").save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
+        options = {"max_seq_length": c.block_size, "use_gradient_checkpointing": mode}
+        model, _ = unsloth.FastLanguageModel.from_pretrained(folder, **options, fix_tokenizer=False)
+    model = unsloth.FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, use_gradient_checkpointing=mode)
+
+    def loss_of(tokens, targets):
+        with torch.autocast(device.type, torch.bfloat16), sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+    return model, loss_of, adamw(model)
 
 
 def with_peft(model: nn.Module) -> nn.Module:
@@ -583,6 +622,7 @@ TRAINERS = {
     "torchtitan": Trainer("torchtitan", torchtitan),
     "torchtitan-0.3": Trainer("torchtitan 0.3", torchtitan_03),
     "torchtitan-0.3-flex": Trainer("torchtitan 0.3, flex", partial(torchtitan_03, attention="flex")),
+    "torchtitan-0.3-eager": Trainer("torchtitan 0.3, no CUDA graph", partial(torchtitan_03, graph=False)),
     # pure bfloat16
     "hf": Trainer("Hugging Face", hf),
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),
@@ -598,6 +638,8 @@ TRAINERS = {
     # adapters
     "hf-liger-lora": Trainer("Hugging Face + Liger + peft, LoRA", hf_liger_lora),
     "hf-liger-qlora": Trainer("Hugging Face + Liger + peft, QLoRA", partial(hf_liger_lora, nf4=True)),
+    "unsloth-qlora": Trainer("unsloth, QLoRA", unsloth_qlora),
+    "unsloth-qlora-long": Trainer("unsloth, QLoRA, inputs on the CPU", partial(unsloth_qlora, offload=True)),
     # float32 weights, bfloat16 compute
     "hf-masters": Trainer("Hugging Face", hf_masters),
     "hf-liger-masters": Trainer("Hugging Face + Liger", partial(hf_masters, liger="all")),
