@@ -426,6 +426,7 @@ def unsloth_qlora(c: LlamaConfig, checkpointing: str, device, offload=False):
     card_bytes = torch.cuda.get_device_properties(device).total_memory
     limit = int(card_bytes * torch.cuda.get_per_process_memory_fraction(device))
     torch.cuda.mem_get_info = lambda *args: (limit - torch.cuda.memory_reserved(device), limit)
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(ROOT / "out" / "unsloth"))  # the code that it writes
     import unsloth  # before transformers, which it patches
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
