@@ -4,8 +4,12 @@
 
 On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
 its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
-times both). PyTorch's own choice would be flash attention; on Hopper and later cuDNN is about 1.5 times as fast.
+times both). PyTorch's own choice would be flash attention 2; on Hopper and later cuDNN is about 1.5 times as fast.
+With the package flash-attn-4, PyTorch's flash attention becomes FlashAttention 4, the fastest of all on Hopper.
 """
+
+import functools
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +30,20 @@ def check_backend(backend: str, head_dim: int) -> None:
         raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {head_dim}")
 
 
+@functools.cache
+def has_flash_attention_4() -> bool:
+    """True on a Hopper with the package flash-attn-4. PyTorch's flash attention is then FlashAttention 4."""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not on_hopper or not find_spec("flash_attn") or not find_spec("flash_attn.cute"):
+        return False
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    return True
+
+
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
     """True if our kernel is the better choice on Hopper."""
-    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return head_dim == 64 and n_time <= TRITON_TOKENS and is_16_bit and not has_flash_attention_4()
 
 
 def picks_triton(q: torch.Tensor, backend: str) -> bool:
@@ -45,7 +60,8 @@ def pytorch_attention(q, k, v):
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)[0]
-        backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
+        cudnn_first = capability >= 9 and not has_flash_attention_4()
+        backends.insert(0 if cudnn_first else 1, SDPBackend.CUDNN_ATTENTION)
         if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
             # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
             # fall back to a kernel that holds (T, S) scores.
