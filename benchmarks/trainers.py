@@ -11,7 +11,8 @@ Their packages, for all of the table:
     pip install "transformers>=5.17,<6" liger-kernel==0.8.5 "peft>=0.21,<0.22" "bitsandbytes>=0.50,<0.51" \\
         galore-torch==1.0 "torchtitan<0.3" "torchao>=0.17,<0.18" unsloth==2026.10.9
 
-The trainers torchtitan-0.3 need another release of one package, in a folder that PYTHONPATH names for them alone:
+The trainers torchtitan-0.3 need PyTorch 2.14 and another release of one package, in a folder that PYTHONPATH names for
+them alone:
 
     pip install --target=titan "torchtitan==0.3.0" "flash-attn-4[cu13]==4.0.0b36"
     PYTHONPATH=titan:titan/nvidia_cutlass_dsl/dsl_packages python bench.py step --trainers=torchtitan-0.3
@@ -246,7 +247,6 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
     chunked_loss = ChunkedLossWrapper.Config().build(compile_config=CompileConfig(enable=True))
     chunked_loss.set_lm_head(model.lm_head)
     model._skip_lm_head = True
-    model.lm_head.reshard = lambda: None  # in PyTorch 2.11 it would free the last norm's weight before its backward
     optimizer = adamw(model)
     optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not graph)  # a graph adds to the same tensors
 
@@ -272,12 +272,13 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
 
 
 def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device, attention: str) -> nn.Module:
-    prepare_torchtitan_03()
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models import llama3
+    from torchtitan.tools import utils as tools
 
+    tools.get_cuda_flash_attention_impl = lambda: "FA4"  # on Hopper it would ask for 3, of which there is no package
     scaling = c.rope_scaling or {}
     scaling = {"scaling_factor" if key == "factor" else key: value for key, value in scaling.items()}
     rope = llama3.ComplexRoPE.Config(
@@ -309,33 +310,6 @@ def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device, attention: s
         model.init_weights(buffer_device=device)  # RoPE's tables too
     randomize(model, device)
     return model
-
-
-def prepare_torchtitan_03() -> None:
-    """Let its varlen attention use FlashAttention 4: on Hopper it would ask for 3, of which there is no package. And
-    give PyTorch 2.11 what the package expects of a later one."""
-    later = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
-    if not later:
-        torch.distributed.fsdp.DataParallelMeshDims = object  # only the annotations of arguments need it
-    from torchtitan.models.common import attention
-    from torchtitan.tools import utils
-
-    utils.get_cuda_flash_attention_impl = lambda: "FA4"
-    if later:
-        return
-    from torch.nn.attention import _fa4
-
-    varlen_attn = attention.varlen_attn
-    attention.varlen_attn = lambda *args, enable_gqa=False, **options: varlen_attn(*args, **options)  # it does anyway
-
-    def run_forward(q, k, v, starts, _, scale, *causal_and_its_window):  # PyTorch 2.11 expects fewer results
-        out, lse, *_ = _fa4._fa4_import_module(_fa4._FA4_MODULE_PATH)._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts, return_lse=True
-        )
-        return out, lse.contiguous()
-
-    _fa4._fa4_run_forward = run_forward
-    _fa4._fa4_backward_support_error = lambda *args: None  # it refuses every window, even (-1, 0), which is causal
 
 
 # --- Hugging Face ---

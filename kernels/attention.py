@@ -5,7 +5,8 @@
 On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
 its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
 times both). PyTorch's own choice would be flash attention 2; on Hopper and later cuDNN is about 1.5 times as fast.
-With the package flash-attn-4, PyTorch's flash attention becomes FlashAttention 4, the fastest of all on Hopper.
+With the package flash-attn-4, PyTorch's flash attention becomes FlashAttention 4, the fastest of all on Hopper; its
+gradients do not repeat bit for bit.
 """
 
 import functools
@@ -30,20 +31,28 @@ def check_backend(backend: str, head_dim: int) -> None:
         raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {head_dim}")
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
-def has_flash_attention_4() -> bool:
-    """True on a Hopper with the package flash-attn-4. PyTorch's flash attention is then FlashAttention 4."""
+def activate_flash_attention_4() -> bool:
+    """True on a Hopper with the package flash-attn-4. From then on PyTorch's flash attention is FlashAttention 4."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if not on_hopper or not find_spec("flash_attn") or not find_spec("flash_attn.cute"):
+    installed = find_spec("flash_attn") and find_spec("flash_attn.cute")
+    if not on_hopper or not installed:
         return False
     torch.nn.attention.activate_flash_attention_impl("FA4")
     return True
 
 
+def flash_attention_4_suits(head_dim: int, dtype: torch.dtype) -> bool:
+    """True if PyTorch's flash attention is the best choice on Hopper."""
+    return head_dim in (64, 128) and dtype in (torch.bfloat16, torch.float16) and activate_flash_attention_4()
+
+
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
     """True if our kernel is the better choice on Hopper."""
-    is_16_bit = dtype in (torch.bfloat16, torch.float16)
-    return head_dim == 64 and n_time <= TRITON_TOKENS and is_16_bit and not has_flash_attention_4()
+    if flash_attention_4_suits(head_dim, dtype):
+        return False
+    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
 
 
 def picks_triton(q: torch.Tensor, backend: str) -> bool:
@@ -60,7 +69,7 @@ def pytorch_attention(q, k, v):
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)[0]
-        cudnn_first = capability >= 9 and not has_flash_attention_4()
+        cudnn_first = capability >= 9 and not flash_attention_4_suits(q.shape[3], q.dtype)
         backends.insert(0 if cudnn_first else 1, SDPBackend.CUDNN_ATTENTION)
         if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
             # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than

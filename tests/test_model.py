@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
 from benchmarks.trainers import llama_config
+from kernels.attention import activate_flash_attention_4
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
 from runtime.hf import ACTIVATIONS, hf_names
@@ -386,6 +387,8 @@ def test_hopper_runs_the_attention_asked_for(attention, operator):
         pytest.skip("before Hopper flash attention comes first")
     model = build(dtype=BF16, config=LARGE, attention=attention)
     tokens, targets = batch(n_time=512)
+    if attention != "triton" and activate_flash_attention_4():
+        operator = "_scaled_dot_product_flash_attention"
     with Watch() as seen:
         model(tokens, targets).backward()
     assert seen.calls("attention") == seen.ops[operator] == LARGE.n_layer, seen.ops
