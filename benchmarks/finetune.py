@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import losses, runner, timing
+from benchmarks.peers import with_peft
 from benchmarks.settings import read_settings
-from benchmarks.trainers import SEED, TRAINERS, with_peft
+from benchmarks.trainers import SEED, TRAINERS
 from configurator import SettingError
 from data.loader import Packed, open_dataset
 from lora import add_lora

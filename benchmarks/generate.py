@@ -20,7 +20,8 @@ from itertools import product
 import torch
 
 from benchmarks import runner, settings, timing
-from benchmarks.trainers import hf_model, llama_config
+from benchmarks.peers import hf_model
+from benchmarks.trainers import llama_config
 from model import Llama
 from runtime.device import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts

@@ -9,7 +9,7 @@
     python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
     python bench.py gpus --measure=8b --trainers=nanocria-zero2,recipe-zero2
 
-benchmarks/trainers.py describes the trainers, sharded by ZeRO-3 unless their name says otherwise. On one GPU nanocria
+trainers.py and peers.py describe the trainers, sharded by ZeRO-3 unless their name says otherwise. On one GPU nanocria
 is not sharded at all, and its peers use a mesh of one rank. Each point is a separate torchrun, measured as in step.
 """
 

@@ -21,8 +21,9 @@ import tempfile
 import torch
 
 from benchmarks import runner, settings
+from benchmarks.peers import ADAMW, hf_masters, hf_model
 from benchmarks.timing import own_device
-from benchmarks.trainers import ADAMW, SEED, TRAINERS, batches, hf_masters, hf_model, llama_config, train_step
+from benchmarks.trainers import SEED, TRAINERS, batches, llama_config, train_step
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf import hf_rows

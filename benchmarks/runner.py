@@ -1,4 +1,4 @@
-"""Start train.py, or a peer of trainers.py, in a separate process on a clean card, and read its result."""
+"""Start train.py, or a peer of peers.py, in a separate process on a clean card, and read its result."""
 
 import contextlib
 import functools

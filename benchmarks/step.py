@@ -5,7 +5,7 @@
     python bench.py step --measure=breakdown      where the milliseconds of nanocria's step go, and the floor of each
     python bench.py step --measure=baby           the model of config/baby_llama.py, where launches dominate
 
-benchmarks/trainers.py describes the trainers. Each point is a separate process on a clean card: 5 steps to warm up,
+trainers.py and peers.py describe the trainers. Each point is a separate process on a clean card: 5 steps to warm up,
 then --steps, each a forward, a backward, a clip to norm 1 and an AdamW update. The result is their median (for
 nanocria, of all steps but the first). All points take half an hour.
 """

@@ -9,7 +9,7 @@
                                                   unsloth: the fastest settings at each size
     python bench.py -- --mlp_chunks=4             arguments after -- go to train.py, for nanocria alone
 
-benchmarks/trainers.py describes the trainers. hf-masters and hf-liger-masters keep float32 weights and compute in
+trainers.py and peers.py describe the trainers. hf-masters and hf-liger-masters keep float32 weights and compute in
 bfloat16, as nanocria; hf-offload and hf-liger-offload also keep everything in CPU memory, as --offload=all.
 
 Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends at the first

@@ -14,14 +14,14 @@ matplotlib.use("Agg")  # writes files: needs no window or display
 import matplotlib.pyplot as plt
 import torch
 
-from benchmarks.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY
 from benchmarks.trainers import llama_config
 from model import Llama, LlamaConfig
+from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY
 from runtime.memory import GIB, Part, RunShape, Step, phases
 
 FOLDER = Path(__file__).parent
 RUN = RunShape(batch_size=8)  # sequences of 2,048 tokens, in bfloat16
-STYLE = {"font.size": 11, "figure.dpi": 200, "axes.grid": False}
+STYLE = {"font.size": 11, "figure.dpi": 200, "axes.spines.top": False, "axes.spines.right": False}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One block
@@ -79,7 +79,7 @@ def draw_block(c: LlamaConfig):
     """A row for each tensor: what writes it, its name, its shape, its bytes as a bar."""
     tensors = tensors_of_a_block(c)
     kept = sum(t.mib for t in tensors if t.is_kept)
-    figure, axes = plt.subplots(figsize=(8.3, 5.6), layout="none")
+    figure, axes = plt.subplots(figsize=(8.3, 5.6))
     figure.subplots_adjust(0.01, 0.01, 0.99, 0.92)
     sums = [i for i, t in enumerate(tensors) if t.operation in ("", "+") and t.name != "v"]
     axes.plot([0, 0], [sums[0], sums[-1]], color=ORANGE, linewidth=5, zorder=0)  # the residual stream
@@ -141,7 +141,7 @@ def draw_step(c: LlamaConfig):
     names, flops, parts = zip(*timeline(c), strict=True)
     total = sum(flops[:-1]) / 100
     edges = [0.0, *(edge / total for edge in itertools.accumulate(flops))]
-    figure, axes = plt.subplots(figsize=(8.3, 4.4), layout="none")
+    figure, axes = plt.subplots(figsize=(8.3, 4.4))
     figure.subplots_adjust(0.075, 0.115, 0.985, 0.985)
     below = [0.0] * len(names)
     for color, gib in zip(LAYERS.values(), zip(*map(gib_by_layer, parts), strict=True), strict=True):

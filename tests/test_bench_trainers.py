@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from benchmarks import breakdown, losses, runner, trainers
+from benchmarks import breakdown, losses, peers, runner, trainers
 from model import Execution, Llama, LlamaConfig, rope_tables
 from runtime.hf import hf_names
 
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 
 
 def build_recipe(checkpointing):
-    """trainers.recipe(), but not compiled and not sharded."""
-    model = trainers.materialize(trainers.recipe_model(TINY), CPU)
+    """peers.recipe(), but not compiled and not sharded."""
+    model = peers.materialize(peers.recipe_model(TINY), CPU)
     for i, block in enumerate(model.layers):
-        model.layers[i] = trainers.checkpointed(block, checkpointing)
-    return model, lambda tokens, targets: trainers.whole_loss(model(tokens), targets)
+        model.layers[i] = peers.checkpointed(block, checkpointing)
+    return model, lambda tokens, targets: peers.whole_loss(model(tokens), targets)
 
 
 def build_hf(checkpointing):
-    return trainers.hf_model(TINY, checkpointing, CPU, dtype=torch.float32)
+    return peers.hf_model(TINY, checkpointing, CPU, dtype=torch.float32)
 
 
 def build_hf_cudnn(checkpointing):
-    return trainers.hf_model(TINY, checkpointing, CPU, cudnn=True, dtype=torch.float32)
+    return peers.hf_model(TINY, checkpointing, CPU, cudnn=True, dtype=torch.float32)
 
 
 PLAIN_NAMES = {  # Hugging Face's, and plain_llama.py's
@@ -81,9 +81,9 @@ def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
 
 
 def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
-    hf_model = trainers.hf_model
-    monkeypatch.setattr(trainers, "hf_model", lambda *args, liger: hf_model(*args))  # Liger-Kernel needs a GPU
-    model, loss_of, _ = trainers.hf_liger_lora(TINY, "full", CPU)
+    hf_model = peers.hf_model
+    monkeypatch.setattr(peers, "hf_model", lambda *args, liger: hf_model(*args))  # Liger-Kernel needs a GPU
+    model, loss_of, _ = peers.hf_liger_lora(TINY, "full", CPU)
     adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A.default", "lora_B.default"))]
     read = []
     for module in adapters:
@@ -104,7 +104,7 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend=note_attention))
-    _, loss_of = trainers.hf_model(TINY, "none", CPU, compile_mode="default", dtype=torch.float32)
+    _, loss_of = peers.hf_model(TINY, "none", CPU, compile_mode="default", dtype=torch.float32)
     tokens = torch.randint(TINY.vocab_size, (2, TINY.block_size))
     assert math.isfinite(loss_of(tokens, tokens).detach())
     assert attention == [(None, True)] * TINY.n_layer
@@ -119,7 +119,7 @@ def test_selective_checkpointing_recomputes_every_second_matmul():
             return op(*args, **(kwargs or {}))
 
     def backward_matmuls(checkpointing):
-        block = trainers.checkpointed(trainers.recipe_model(TINY).layers[0], checkpointing)
+        block = peers.checkpointed(peers.recipe_model(TINY).layers[0], checkpointing)
         y = block(torch.randn(2, 24, 32, requires_grad=True), *rope_tables(TINY, 0, 24, CPU))
         ran.clear()
         with Matmuls():
@@ -142,7 +142,7 @@ sys.path.insert(0, os.getcwd())
 from unittest import mock
 import torch
 from torch.distributed.tensor import distribute_tensor
-from benchmarks import trainers
+from benchmarks import peers, trainers
 
 torch.set_num_threads(1)
 @torch.no_grad()
@@ -169,7 +169,7 @@ with (
     mock.patch.object(torch, "compile", lambda function, **_: function),
     mock.patch.object(trainers, "own_device", lambda: torch.device("cpu")),
     mock.patch.object(trainers, "mark", Mark),
-    mock.patch.object(trainers, "randomize", randomize),
+    mock.patch.object(peers, "randomize", randomize),
 ):
     result = trainers.measure(**json.loads(sys.argv[1]))
 if trainers.RANK == 0:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import kernels.launch
 from benchmarks import estimate
-from benchmarks.records import load
+from benchmarks.settings import load_record
 from benchmarks.trainers import TRAINERS, llama_config
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
@@ -53,7 +53,7 @@ def recorded():
     """(row, config, run) of each of our peaks in the records that the current code measured."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none", "flags": ""}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
-        found = load(record)
+        found = load_record(record)
         for row in (of_step | row for kind in ("points", "batch", "seq") for row in found.get(kind, [])):
             trainer = TRAINERS[row["trainer"]]
             if "peak_gib" in row and not trainer.build:
