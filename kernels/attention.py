@@ -69,8 +69,8 @@ def pytorch_attention(q, k, v):
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)[0]
-        cudnn_first = capability >= 9 and not flash_attention_4_suits(q.shape[3], q.dtype)
-        backends.insert(0 if cudnn_first else 1, SDPBackend.CUDNN_ATTENTION)
+        if not flash_attention_4_suits(q.shape[3], q.dtype):
+            backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
         if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
             # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
             # fall back to a kernel that holds (T, S) scores.
