@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from benchmarks import losses, runner, timing
 from benchmarks.peers import with_peft
 from benchmarks.settings import read_settings
-from benchmarks.trainers import SEED, TRAINERS
+from benchmarks.trainers import NANOCRIA, SEED
 from configurator import SettingError
 from data.loader import Packed, open_dataset
 from lora import add_lora
@@ -43,7 +43,6 @@ steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
 out = "out/finetune_losses.json"  # the record
 
-OURS = ["nanocria", "nanocria-float32", "nanocria-lora", "nanocria-lora-fp8", "nanocria-qlora", "nanocria-qlora-fp8"]
 PEERS = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
 CONFIG = "config/sft.py"
 WARMUP = 20
@@ -67,7 +66,7 @@ def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int
         "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
         "eval_iters": -(-val.n_blocks // batch),
     }  # fmt: skip
-    flags = [*(f"--{name}={value}" for name, value in settings.items()), *TRAINERS[trainer].flags.split(), *flags]
+    flags = [*(f"--{name}={value}" for name, value in settings.items()), *NANOCRIA[trainer].flags.split(), *flags]
     with tempfile.TemporaryDirectory() as out_dir:
         summary = runner.train(flags, out_dir, config=CONFIG, batch=batch, block=block, checkpointing="none")
         if "curve" not in summary:
@@ -212,14 +211,14 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
 
 
 def main(argv: list[str]) -> None:
-    s = read_settings(globals(), argv, trainers=[*OURS, *PEERS], measure=("losses", "packing"))
+    s = read_settings(globals(), argv, trainers=[*NANOCRIA, *PEERS], measure=("losses", "packing"))
     if not s.init_from:
         raise SettingError("--init_from= is empty: name a folder of published weights")
     record = runner.start("finetune", s)
     data = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
     for trainer in s.trainers if "losses" in s.measure else []:
         key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
-        if trainer in OURS:
+        if trainer in NANOCRIA:
             record.measure("runs", key, train_losses, **key)
         else:
             record.measure("runs", key, runner.call, "finetune.peer_losses", **key)

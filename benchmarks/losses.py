@@ -23,7 +23,7 @@ import torch
 from benchmarks import runner, settings
 from benchmarks.peers import ADAMW, hf_masters, hf_model
 from benchmarks.timing import own_device
-from benchmarks.trainers import SEED, TRAINERS, batches, llama_config, train_step
+from benchmarks.trainers import NANOCRIA, SEED, batches, llama_config, train_step
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf import hf_rows
@@ -34,7 +34,6 @@ steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
 out = "out/losses.json"  # the record
 
-OURS = ["nanocria", "nanocria-fp8", "nanocria-plain", "nanocria-galore"]
 LEARNING_RATE = 4e-4  # config/llama32_1b.py's
 WARMUP = 50
 
@@ -99,13 +98,14 @@ def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.opt
 
 
 def main(argv: list[str]) -> None:
-    s = settings.read_settings(globals(), argv, trainers=[*OURS, "hf", "float32", "hf-galore"])
+    lists = {"trainers": [*NANOCRIA, "hf", "float32", "hf-galore"], "shape": settings.shape}
+    s = settings.read_settings(globals(), argv, **lists)
     record = runner.start("losses", s)
-    batch, block = settings.shape(s.shape)
+    batch, block = s.shape[0]
     for trainer in s.trainers:
         key = {"trainer": trainer, "steps": s.steps, "batch": batch, "block": block}
-        if trainer in OURS:
-            record.measure("runs", key, train_losses, s.steps, batch, block, flags=TRAINERS[trainer].flags.split())
+        if trainer in NANOCRIA:
+            record.measure("runs", key, train_losses, s.steps, batch, block, flags=NANOCRIA[trainer].flags.split())
         else:
             record.measure("runs", key, runner.call, "losses.peer_losses", **key)
     runner.finish(record)

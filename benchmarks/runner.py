@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import records, tables
+from benchmarks.peers import PEERS
 from benchmarks.records import Record
 from benchmarks.settings import ROOT
-from benchmarks.trainers import TRAINERS, llama_config
+from benchmarks.trainers import NANOCRIA, llama_config
 from model import Llama
 from runtime.hf import hf_rows, write_config
 
@@ -97,15 +100,20 @@ def train(flags: Iterable[str], out_dir: str, ranks: int = 1, limit_gib: float |
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
-def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib=None, **point) -> dict:
-    """A short run of a trainer. flags: further settings of train.py. point: config, batch, block, checkpointing."""
+def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib=None, history="", **point) -> dict:
+    """A short run of a trainer. flags: further settings of train.py. point: config, batch, block, checkpointing.
+    history: a file for PyTorch's record of all allocations."""
     row = {"steps": steps, "oom": False}
-    if TRAINERS[trainer].build:
-        options = {"trainer": trainer, "steps": steps, "warmup": warmup, **point}
+    if trainer in PEERS:
+        options = {"trainer": trainer, "steps": steps, "warmup": warmup, "history": history, **point}
         return row | call("trainers.measure", ranks, limit_gib, **options)
     with tempfile.TemporaryDirectory() as out_dir:
-        flags = [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
+        flags = [*NANOCRIA[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
+        if history:
+            flags.append("--profile=true")
         summary = train(flags, out_dir, ranks, limit_gib, **point)
+        if history and "peak_gib" in summary:
+            shutil.copy(f"{out_dir}/profile/rank0.memory.pickle", history)
     row |= {key: summary[key] for key in SUMMARY if key in summary}
     return row | ({"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {})  # the process's peak
 
@@ -122,10 +130,9 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = {}
     for row in (row for name, parameter in parameters for row in hf_rows(name, parameter, c)):
-        weights[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
-        if len(row.shape) > 1:
-            for part in weights[row.name].flatten().split(len(numbers)):
-                part.copy_(numbers[: len(part)])
+        n = math.prod(row.shape)
+        repeated = numbers.repeat(math.ceil(n / len(numbers)))[:n].view(row.shape)
+        weights[row.name] = repeated if len(row.shape) > 1 else torch.ones(row.shape, dtype=torch.bfloat16)
     folder = tempfile.TemporaryDirectory()
     save_file(weights, f"{folder.name}/model.safetensors")
     Path(folder.name, "config.json").write_text(json.dumps(write_config(c, "bytes", "bfloat16", {}, {})))

@@ -49,7 +49,10 @@ def read_settings(namespace: dict, argv: list[str], for_train_py=False, **lists)
 def one_of(setting: str, text: str, known: Iterable[str] | Callable):
     """The text, if it is known, or what the function reads in it."""
     if callable(known):
-        return known(text)
+        try:
+            return known(text)
+        except ValueError:
+            raise SettingError(f"--{setting}={text}: write numbers, a shape as in 8x2048") from None
     if text not in known:
         raise SettingError(f"--{setting}={text}: there are {', '.join(known)}")
     return text

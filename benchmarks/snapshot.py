@@ -4,15 +4,13 @@
     python bench.py snapshot --trainers=nanocria,hf-masters,hf-liger-masters --checkpointing=full --batch_size=4
     python bench.py snapshot -- --mlp_chunks=4                   arguments after -- go to train.py, for ours alone
 
-Each trainer runs ten steps in a separate process. PyTorch records all allocations, with the Python code that made them:
-out/snapshot_NAME.html shows them in a browser, out/snapshot_NAME.pickle at https://pytorch.org/memory_viz. The plot
-out/snapshot.png shows the memory in use over the last allocations and frees.
+Each trainer runs eleven steps in a separate process. PyTorch records the allocations, with the Python code that made
+them: out/snapshot_NAME.html shows them in a browser, out/snapshot_NAME.pickle at https://pytorch.org/memory_viz. The
+plot out/snapshot.png shows the memory in use over the last allocations and frees.
 """
 
 import itertools
 import pickle
-import tempfile
-from pathlib import Path
 from typing import Literal
 
 from torch.cuda import _memory_viz
@@ -30,21 +28,9 @@ checkpointing: Literal["none", "selective", "full"] = "none"  # what backward re
 offload: Literal["none", "optimizer", "all"] = "none"  # of nanocria
 out = "out/snapshot.json"  # the record
 
-STEPS = 10  # as many as train.py records
+WARMUP = 2
+STEPS = 9  # together one more than train.py records
 POINTS = 400  # that the record keeps of a timeline
-
-
-def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
-    """Train for ten steps and write PyTorch's snapshot to path. Returns the summary, or why there is none."""
-    if TRAINERS[trainer].build:
-        options = {"steps": STEPS - 2, "warmup": 2, "history": str(path)}
-        return runner.call("trainers.measure", trainer=trainer, **point, **options)
-    with tempfile.TemporaryDirectory() as out_dir:
-        flags = [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={STEPS + 1}", "--profile=true"]
-        summary = runner.train(flags, out_dir, **point)
-        if "peak_gib" in summary:
-            path.write_bytes(Path(out_dir, "profile", "rank0.memory.pickle").read_bytes())
-        return summary
 
 
 def timeline(snapshot: dict) -> list[int]:
@@ -58,7 +44,7 @@ def timeline(snapshot: dict) -> list[int]:
 
 
 def last_steps(totals: list[int]) -> dict:
-    """The timeline of about the last two of ten steps, in at most about POINTS points, in GiB, and its peak."""
+    """The timeline of about the last two steps, in at most about POINTS points, in GiB, and its peak."""
     totals = totals[-len(totals) // 5 :]
     peak = totals.index(max(totals))
     indices = sorted({*range(0, len(totals), max(1, len(totals) // POINTS)), peak})
@@ -70,12 +56,12 @@ def last_steps(totals: list[int]) -> dict:
 def measure(trainer: str, flags: list[str], **point) -> dict:
     path = ROOT / "out" / f"snapshot_{trainer}.pickle"
     path.parent.mkdir(exist_ok=True)
-    summary = take_snapshot(trainer, path, flags, **point)
-    if "peak_gib" not in summary:
-        return summary
+    row = runner.train_steps(trainer, STEPS, flags, WARMUP, history=str(path), **point)
+    if "peak_gib" not in row:
+        return row
     snapshot = pickle.loads(path.read_bytes())
     path.with_suffix(".html").write_text(_memory_viz.trace_plot(snapshot))
-    return last_steps(timeline(snapshot)) | {"allocator_peak_gib": summary["peak_gib"]}
+    return last_steps(timeline(snapshot)) | {"allocator_peak_gib": row["peak_gib"]}
 
 
 def main(argv: list[str]) -> None:

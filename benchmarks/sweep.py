@@ -25,6 +25,7 @@ import torch
 
 from benchmarks import runner, settings
 from benchmarks.estimate import resolve
+from benchmarks.peers import PEERS
 from benchmarks.records import Record
 from benchmarks.trainers import TRAINERS
 
@@ -91,7 +92,7 @@ def grow(s: SimpleNamespace, record: Record) -> None:
 
 def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: str, flags, s: SimpleNamespace) -> dict:
     """What identifies a row of a sweep. A peer's offload is part of its name. flags: train.py's."""
-    is_peer = bool(TRAINERS[trainer].build)
+    is_peer = trainer in PEERS
     if is_peer:
         offload = "all" if trainer.endswith("offload") else "none"
     return {

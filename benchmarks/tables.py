@@ -47,7 +47,7 @@ def cell(row: dict, key: str) -> str:
     """What a row says of a key: - if nothing."""
     value = row.get(key)
     if value is None or value == "":
-        return "out of memory" if row.get("oom") and key == "tok_per_s" else "-"
+        return "out of memory" if row.get("oom") and key in ("tok_per_s", "losses") else "-"
     if key == "trainer":
         return title(row)
     if key == "shape":
@@ -116,11 +116,11 @@ def last_third(numbers: Iterable[float]) -> float:
 
 def losses_table(rows: list[dict]) -> str:
     """The mean loss over the last third of the steps; its mean and mean absolute difference from float32's there."""
-    exact = {row["steps"]: row["losses"] for row in rows if row["trainer"] == "float32"}
+    exact = {row["steps"]: row["losses"] for row in rows if row["trainer"] == "float32" and "losses" in row}
     lines = []
     for row in rows:
         line = dict(row)
-        if row["steps"] in exact and row["trainer"] != "float32":
+        if row["steps"] in exact and row["trainer"] != "float32" and "losses" in row:
             pairs = zip(row["losses"], exact[row["steps"]], strict=True)
             differences = [loss - of_float32 for loss, of_float32 in pairs]
             line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}

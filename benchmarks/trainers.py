@@ -1,6 +1,6 @@
-"""The trainers that are compared: the table TRAINERS, nanocria's rows of it, and how a peer's steps are measured.
+"""The trainers that are compared: nanocria's settings, the peers of peers.py, and how a peer's steps are measured.
 
-measure() trains a peer of peers.py for some steps on the text that nanocria is measured on. PyTorch's allocator uses
+measure() trains a peer for some steps on the text that nanocria is measured on. PyTorch's allocator uses
 expandable segments, as in train.py.
 """
 
@@ -28,7 +28,7 @@ LORA = "--lora_rank=16"
 QLORA = f"{LORA} --quantize_base=nf4"
 FP8 = "--fp8=true"
 OF_8 = "--gradient_accumulation_steps=8 --cooldown_iters=0"  # config/linux_114m.py's step in 8 micro-batches
-TRAINERS = {
+NANOCRIA = {
     "nanocria": Trainer("nanocria"),
     "nanocria-fp8": Trainer("nanocria, fp8", flags=FP8),
     "nanocria-float32": Trainer("nanocria, float32", flags="--dtype=float32"),
@@ -45,8 +45,8 @@ TRAINERS = {
     "nanocria-adamw": Trainer("nanocria, AdamW", flags=f"--optimizer=adamw {OF_8}"),
     "nanocria-muon": Trainer("nanocria, Muon", flags=f"--optimizer=muon {OF_8}"),
     "nanocria-normuon": Trainer("nanocria, NorMuon", flags=f"--optimizer=normuon {OF_8}"),
-    **PEERS,
 }
+TRAINERS = NANOCRIA | PEERS
 
 
 def llama_config(path: str, **changes) -> LlamaConfig:

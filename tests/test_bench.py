@@ -48,6 +48,7 @@ USER_ERRORS = """
 xyz => Unknown command xyz
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => leave them out
+step --shapes=8 => --shapes=8: write numbers, a shape as in 8x2048
 disk => name a folder
 estimate --card=gt710 => there are 3060, 3070, 3080, 3090, 4060, 4060ti,
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
