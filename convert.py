@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
-from runtime.hf import POSITIONS, STRETCHED, hf_rows, read_config
+from runtime.hf import POSITIONS, STRETCHED, Rows, hf_rows, read_config
 from runtime.resume import hf_files
 from runtime.save import commit, write_folder
 
@@ -43,8 +44,11 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
             model = load_model(source, "cpu", getattr(torch, dtype))
             merge_lora(model)
         else:
-            model = model_of_meta(meta_weights, LlamaConfig(**settings), getattr(torch, dtype), source)
+            with torch.device("meta"):
+                model = Llama(LlamaConfig(**settings)).to(getattr(torch, dtype))
         rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
+        if meta_weights is not None:
+            rows = rows_of_meta(meta_weights, rows, model.config.head_dim, source)
         dataset = (opened.run or {}).get("dataset", {})
         others = hf_files(opened, model.config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
@@ -113,28 +117,24 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     return Folder(path, None, config, {}), weights
 
 
-@torch.no_grad()
-def model_of_meta(weights: dict, config: LlamaConfig, dtype: torch.dtype, path: Path) -> Llama:
-    """The model with these weights. ValueError if they are not those of a model with this config."""
-    with torch.device("meta"):
-        model = Llama(config).to(dtype)
-    expected = {row.name: row.shape for name, p in model.named_parameters() for row in hf_rows(name, p, config)}
-    for name in sorted(expected.keys() | weights.keys()):  # before memory is allocated
+def rows_of_meta(weights: dict[str, torch.Tensor], rows: list[Rows], head_dim: int, path: Path) -> list[Rows]:
+    """These rows of a model, with weights in place of its own: each is read when it is written.
+
+    ValueError if the weights are not those of this model.
+    """
+    expected = {row.name: row.shape for row in rows}
+    for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "none"
         if found != expected.get(name, "none"):
             raise ValueError(f"expected {name} of shape {expected.get(name, 'none')}: {path} has {found}")
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        for row in hf_rows(name, parameter, config):
-            row.tensor.copy_(in_hf_order(weights[row.name], row.name, config.head_dim))
-    return model
+    return [row._replace(tensor=partial(in_hf_order, weights[row.name], row, head_dim)) for row in rows]
 
 
-def in_hf_order(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
+def in_hf_order(weight: torch.Tensor, row: Rows, head_dim: int) -> torch.Tensor:
     """Meta's RoPE rotates rows 2i and 2i + 1 of a head of q and k; Hugging Face's and ours rotate i and i + D/2."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return weight
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
+    if row.name.endswith(("q_proj.weight", "k_proj.weight")):
+        weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
+    return weight.to(row.dtype)
 
 
 def load_pth(folder: Path) -> dict[str, torch.Tensor]:

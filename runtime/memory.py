@@ -221,9 +221,7 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
     itemsize = run.compute_dtype.itemsize
     options = run.how.loss_options(n_tokens, c.vocab_size, run.compute_dtype)
     head = 0 if run.lora_rank else c.vocab_size * c.n_embd  # its gradient
-    if (
-        run.kernels != "all"
-    ):  # whole logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
+    if run.kernels != "all":  # all logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
         chunk = n_tokens
         sizes = 10 * chunk * c.vocab_size, 12 * chunk * c.vocab_size
         how = f"logits of {chunk:,} tokens"

@@ -13,8 +13,9 @@ from model import LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE
+from runtime.distributed import local_world_size, stop
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
-from runtime.memory_stats import card_gib, require_cpu_memory
+from runtime.memory_stats import card_gib, missing_cpu_bytes
 
 
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
@@ -82,14 +83,22 @@ def offloaded(step: Step, name: str, kind: str) -> list[Part]:
 
 
 def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
-    """End a run that needs more CPU memory than is free: the system would kill it without a message."""
+    """End a run that needs more CPU memory than is free: the system would kill it without a message. Every rank must
+    call it.
+    """
     if device == "cpu":
-        step_bytes = GIB * peak_gib(config, replace(run, triton=False, offload="none"))
+        n_bytes = GIB * peak_gib(config, replace(run, triton=False, offload="none"))
+        what = "a step needs"
         fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
-        require_cpu_memory(step_bytes, "a step needs", fix)
     else:
         n_bytes = sum(part.bytes for part in cpu_parts(config, run))
-        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, shard, or set offload_dir")
+        what = "what is offloaded needs"
+        fix = "offload less, shard, or set offload_dir"
+    missing = missing_cpu_bytes(n_bytes)
+    if missing > 0:
+        needed = n_bytes * local_world_size / GIB
+        available = needed - missing / GIB
+        stop(f"{what} {needed:.1f} GiB of CPU memory, but only {available:.1f} GiB are available: {fix}")
 
 
 def cpu_bytes_to_come(config: LlamaConfig, run: RunShape) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.distributed import all_reduce_max, local_world_size, stop
+from runtime.distributed import all_reduce_max, local_world_size
 
 uncounted_bytes = 0  # GPU memory outside PyTorch's allocator: symmetric memory, added by copy_engines.py
 
@@ -43,18 +43,6 @@ def missing_cpu_bytes(n_bytes: float) -> float:
     machines. Every rank must call it.
     """
     return all_reduce_max([n_bytes * local_world_size - cpu_available()])[0]
-
-
-def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
-    """End the run if n_bytes per rank exceed the free CPU memory: else the kernel would kill it silently.
-
-    Every rank must call it. what: "a step needs", for example; fix: what to do.
-    """
-    missing = missing_cpu_bytes(n_bytes)
-    if missing > 0:
-        needed = n_bytes * local_world_size / 2**30
-        available = needed - missing / 2**30
-        stop(f"{what} {needed:.1f} GiB of CPU memory, but only {available:.1f} GiB are available: {fix}")
 
 
 def card_gib(device: str) -> float | None:

@@ -56,6 +56,7 @@ NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
 # out_dir
 
 
+@stop_on_error()
 def claim(out_dir: str) -> TextIO | None:
     """Create and lock out_dir, or end the run, also if it holds a model or is not shared.
 
@@ -63,8 +64,7 @@ def claim(out_dir: str) -> TextIO | None:
     checkpoints.
     """
     lock_file = Path(out_dir) / ".lock"
-    with stop_on_error():
-        file = on_all_ranks(lambda: lock_out_dir(lock_file.parent) if rank == 0 else None)
+    file = on_all_ranks(lambda: lock_out_dir(lock_file.parent) if rank == 0 else None)
     content = lock_file.read_text() if lock_file.exists() else None
     # If ranks had separate folders, each would hold only a part of every checkpoint.
     require_same_on_all_ranks({"out_dir": content}, f"{out_dir} must be one folder that all machines share")
@@ -86,6 +86,7 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 # Where to start
 
 
+@stop_on_error()
 def find_start(out_dir: str, init_from: str) -> Folder | None:
     """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch."""
     checkpoint = newest_for_all_ranks(out_dir)
@@ -104,10 +105,9 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
     if path is None:
         expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
         stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
-    with stop_on_error():
-        folder = open_folder(path)
-        verify(folder)
-        return folder
+    folder = open_folder(path)
+    verify(folder)
+    return folder
 
 
 def newest_undamaged(out_dir: str) -> Folder:
@@ -127,34 +127,32 @@ def newest_undamaged(out_dir: str) -> Folder:
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
-        except (OSError, ValueError) as error:
-            stop(str(error))
 
 
+@stop_on_error()
 def model_settings(start: Folder | None, named: set[str]) -> dict:
     """The model settings of find_start()'s result, except those in `named`, which check_start() compares. So a config
     for finetuning fits any Llama, and a resume needs no init_from. vocab_size comes from the dataset.
     """
     if start is None:
         return {}
-    with stop_on_error():
-        model, _ = read_config(start)
-        return {name: model[name] for name in MODEL_SETTINGS if name not in named and name != "vocab_size"}
+    model, _ = read_config(start)
+    return {name: model[name] for name in MODEL_SETTINGS if name not in named and name != "vocab_size"}
 
 
+@stop_on_error()
 def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
     """End the run if its start, model, data or what its states depend on are not those of find_start()'s result."""
     if start is None:
         if settings["lora_rank"]:
             stop("lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER")
         return
-    with stop_on_error():
-        resumes = _is_checkpoint_of(start, out_dir)
-        if resumes:
-            _require_same_start(start, settings["init_from"])
-        _require_same_tokenizer(start, resumes, settings, dataset)
-        _require_same_settings(start, resumes, config, settings)
-        check_sizes(_base_of(start, settings) or start, read_config(start)[0])
+    resumes = _is_checkpoint_of(start, out_dir)
+    if resumes:
+        _require_same_start(start, settings["init_from"])
+    _require_same_tokenizer(start, resumes, settings, dataset)
+    _require_same_settings(start, resumes, config, settings)
+    check_sizes(_base_of(start, settings) or start, read_config(start)[0])
 
 
 def _is_checkpoint_of(start, out_dir):
@@ -218,6 +216,7 @@ def _require_same_settings(folder, resumes, config, settings):
 # Start
 
 
+@stop_on_error()
 def restore(
     start: Folder | None, out_dir: str, model: Llama, optimizer, run_info: dict
 ) -> tuple[dict, dict[str, bytes]]:
@@ -227,18 +226,21 @@ def restore(
     checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other files of a checkpoint:
     config.json and tokenizer files by name. Ends the run if the weights cannot be read.
     """
-    with stop_on_error():
-        if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(start, model, optimizer, run_info)
-        return _begin(start, model, optimizer, run_info)
-
-
-def _begin(folder, model, optimizer, run_info):
-    """restore() from published weights or another run, or from random weights."""
-    settings = run_info["settings"]
-    base = folder and _base_of(folder, settings)
+    start_time = time.perf_counter()
+    base = start and _base_of(start, run_info["settings"])
     if base:
         read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
+    hf_files = _hf_files_of(start, base, model.config, run_info)
+    if start is None or not _is_checkpoint_of(start, out_dir):
+        return _begin(start, base, model, optimizer, run_info), hf_files
+    run = _resume(start, model, optimizer, run_info)
+    seconds = start.seconds + time.perf_counter() - start_time
+    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
+
+
+def _begin(folder, base, model, optimizer, run_info) -> dict:
+    """Take the weights of a folder or, if it is None, random ones. base: _base_of(folder), which is read already."""
+    settings = run_info["settings"]
     if folder and folder is not base:
         parameters = dict(optimizer.parameters)
         for name in optimizer.parameters:
@@ -253,30 +255,23 @@ def _begin(folder, model, optimizer, run_info):
     for name in optimizer.parameters if settings["keep_last"] else ():
         hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
     init_from = _absolute(settings["init_from"]) if folder else settings["init_from"]
-    start_state = {"step": 0, "sequences": 0, "resume_seconds": None, "init_from": init_from}
-    return start_state, _hf_files_of(folder, base, model.config, run_info)
+    return {"step": 0, "sequences": 0, "resume_seconds": None, "init_from": init_from}
 
 
-def _resume(folder, model, optimizer, run_info):
-    """restore() from a checkpoint of this run."""
-    start_time = time.perf_counter()
+def _resume(folder, model, optimizer, run_info) -> dict:
+    """Continue from a checkpoint of this run. Returns its run.json."""
     settings = run_info["settings"]
     run = folder.run
     length = "--epochs" if settings["epochs"] else "--max_iters"
     if run["step"] > settings["max_iters"] and not settings["eval_only"]:
         stop(f"{folder.path} is beyond max_iters, {settings['max_iters']}: raise {length}, or name another --out_dir")
     read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, optimizer.tensors())
-    base = _base_of(folder, settings)
-    if base:
-        read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
-    hf_files = _hf_files_of(folder, base, model.config, run_info)
     optimizer.load_counters(run)
     changed = _changes(run, run_info)
     print0(f"resumes   {folder.path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0(f"nothing left to train: raise {length}, or name another --out_dir for a new run")
-    seconds = folder.seconds + time.perf_counter() - start_time
-    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
+    return run
 
 
 def _changes(run: dict, run_info: dict) -> list[str]:

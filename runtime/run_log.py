@@ -252,18 +252,6 @@ class RunLog:
         tok_per_s = self.tokens_per_step / seconds
         gib_and_ms = [memory_stats.used_gib(self.device), 1000 * data_seconds / n_steps]
         self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # over gloo: the GPU is busy with the next step
-        self._print_step(step, lr, means, seconds, data_ms)
-        self.curve.append((step, self.train_seconds, means["loss"]))
-        finite = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}  # JSON has no inf
-        self.record(
-            {"step": step, "lr": lr, **finite, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
-             "mem_gib": self.peak_gib, "data_ms": data_ms, "time": time()}
-        )  # fmt: skip
-        if not math.isfinite(means["loss"] + means["grad_norm"]):
-            self.on_not_finite(step, means["loss"], means["grad_norm"])
-
-    def _print_step(self, step: int, lr: float, means: dict[str, float], seconds: float, data_ms: float) -> None:
-        tok_per_s = self.tokens_per_step / seconds
         eta = round(seconds * (self.max_iters - step))
         others = "".join(f"| {name} {mean:.4g} " for name, mean in means.items() if name not in ("loss", "grad_norm"))
         print0(
@@ -272,6 +260,14 @@ class RunLog:
             f"| mfu {percent(self.mfu(tok_per_s))} | mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms {others}"
             f"| eta {eta // 3600}h{eta % 3600 // 60:02d}m{eta % 60:02d}s"
         )
+        self.curve.append((step, self.train_seconds, means["loss"]))
+        finite = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}  # JSON has no inf
+        self.record(
+            {"step": step, "lr": lr, **finite, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
+             "mem_gib": self.peak_gib, "data_ms": data_ms, "time": time()}
+        )  # fmt: skip
+        if not math.isfinite(means["loss"] + means["grad_norm"]):
+            self.on_not_finite(step, means["loss"], means["grad_norm"])
 
     def val_loss(self, totals: torch.Tensor) -> float:
         """The validation loss, of totals (parts, 2): each part's summed loss and its targets. Of a mix it is the parts'

@@ -97,13 +97,11 @@ class StreamedWeights:
         """Copy block i into its slot after the event `free`."""
         slot = i % 2
         self.before_copy(f"layers.{i}.")
-        if self.stream is None:
-            self.slots[slot].copy_(self.cpu_layers[i])
-        else:
-            with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):  # None: no-op
+            if self.stream is not None:
                 self.stream.wait_event(free)
-                self.slots[slot].copy_(self.cpu_layers[i], non_blocking=True)
-                self.arrived[slot] = self.stream.record_event()
+            self.slots[slot].copy_(self.cpu_layers[i], non_blocking=True)
+            self.arrived[slot] = self._event()
         self.in_slot[slot] = i
 
     def _need(self, i: int):

@@ -316,12 +316,14 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
     assert memory_advice.largest_batch(config, run, 22.5) == max(fitting) > len(fitting), fitting
 
 
-def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
+def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch, capsys):
     config = replace(TINY, vocab_size=128_256, block_size=1024)
     asked = []
-    monkeypatch.setattr(memory_advice, "require_cpu_memory", lambda n_bytes, *_: asked.append(n_bytes))
+    monkeypatch.setattr(memory_advice, "missing_cpu_bytes", lambda n_bytes: asked.append(n_bytes) or 1)
     for which in ("all", "blocks"):
-        memory_advice.require_memory(config, RunShape(8, dtype="float32", kernels=which), "cpu")
+        with pytest.raises(SystemExit):
+            memory_advice.require_memory(config, RunShape(8, dtype="float32", kernels=which), "cpu")
+    assert "a step needs" in capsys.readouterr().err
     logits = 4 * 8 * config.block_size * config.vocab_size
     assert asked[0] < logits < asked[1] / 2
 
