@@ -216,13 +216,15 @@ def main(argv: list[str]) -> None:
         raise SettingError("--init_from= is empty: name a folder of published weights")
     record = runner.start("finetune", s)
     data = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
-    for trainer in s.trainers if "losses" in s.measure else []:
-        key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
-        if trainer in NANOCRIA:
-            record.measure("runs", key, train_losses, **key)
-        else:
-            record.measure("runs", key, runner.call, "finetune.peer_losses", **key)
-    for trainer in ("packed", "padded") if "packing" in s.measure else []:
-        key = {"trainer": trainer, **data}
-        record.measure("packing", key, runner.call, "finetune.learn", **key)
+    if "losses" in s.measure:
+        for trainer in s.trainers:
+            key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
+            if trainer in NANOCRIA:
+                record.measure("runs", key, train_losses, **key)
+            else:
+                record.measure("runs", key, runner.call, "finetune.peer_losses", **key)
+    if "packing" in s.measure:
+        for trainer in ("packed", "padded"):
+            key = {"trainer": trainer, **data}
+            record.measure("packing", key, runner.call, "finetune.learn", **key)
     runner.finish(record)

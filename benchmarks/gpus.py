@@ -24,6 +24,7 @@ import torch
 from benchmarks import runner, settings
 from benchmarks.records import Record
 from benchmarks.trainers import TRAINERS
+from configurator import SettingError
 from runtime.checkpoint import newest
 
 # settings
@@ -110,8 +111,10 @@ def main(argv: list[str]) -> None:
     lists = {"measure": [*POINTS, *CHECKPOINTS], "ranks": int, "trainers": TRAINERS}
     s = settings.read_settings(globals(), argv, **lists)
     n_gpus = torch.cuda.device_count()
-    s.ranks = sorted(n for n in s.ranks if n <= n_gpus)
     record = runner.start("gpus", s, n_gpus)
+    s.ranks = sorted(n for n in s.ranks if n <= n_gpus)
+    if not s.ranks:
+        raise SettingError(f"--ranks= has no number up to {n_gpus}, the GPUs that there are")
     for kind in s.measure:
         if kind in POINTS:
             measure_points(kind, s, record)

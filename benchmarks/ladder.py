@@ -112,6 +112,15 @@ def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record:
     return record.measure("points", key, lambda: point | sweep.measure_point(point))
 
 
+def measure_losses(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
+    """On the whole card."""
+    settings = flags_of(name, s)
+    if name in OURS and "lora_rank" not in settings:  # adapters of a random model learn nothing
+        flags = [f"--{key}={value}" for key, value in settings.items()]
+        key = {"model": model, "technique": name}
+        record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
+
+
 def main(argv: list[str]) -> None:
     lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
     s = read_settings(globals(), argv, **lists)
@@ -119,13 +128,10 @@ def main(argv: list[str]) -> None:
     if "nvme" in s.techniques and not s.offload_dir:
         raise SettingError("--techniques=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
     record = runner.start("ladder", s)
-    for model, name in product(s.models, s.techniques) if "fits" in s.measure else ():
-        measure_fits(model, name, s, record)
-    model = s.models[0]
-    for name in s.techniques if "losses" in s.measure else ():  # on the whole card
-        settings = flags_of(name, s)
-        if name in OURS and "lora_rank" not in settings:  # adapters of a random model learn nothing
-            flags = [f"--{key}={value}" for key, value in settings.items()]
-            key = {"model": model, "technique": name}
-            record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
+    if "fits" in s.measure:
+        for model, name in product(s.models, s.techniques):
+            measure_fits(model, name, s, record)
+    if "losses" in s.measure:
+        for name in s.techniques:
+            measure_losses(s.models[0], name, s, record)
     runner.finish(record)

@@ -157,10 +157,11 @@ def start(name: str, s: SimpleNamespace, n_gpus: int = 1, on_cpu=False) -> Recor
 
 def finish(record: Record, plot="") -> None:
     """Print the tables of the record and where it is; draw it by this function of plots.py, if matplotlib is there."""
-    for text in tables.of_record(record.data).values():
+    texts = tables.of_record(record.data).values()
+    for text in texts:
         print(f"\n{text}")
     print(f"\nrecord: {record.path}")
-    if plot:
+    if plot and texts:
         with contextlib.suppress(ModuleNotFoundError):
             from benchmarks import plots
 

@@ -55,21 +55,18 @@ PRESETS = {
     "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json"],
 }  # fmt: skip
 ON_CPU = "--offload_activations=true"
-FP8 = "nanocria-lora-fp8,nanocria-qlora-fp8"
-FINETUNE = [  # the fastest settings at each size: trainers, (batch, block), checkpointing, flags of nanocria
-    ("nanocria-qlora,nanocria-lora-fp8,nanocria-qlora-fp8", (2, 2048), "none", "--cuda_graph=true"),
-    ("nanocria-lora", (2, 2048), "selective", "--cuda_graph=true"),
-    ("nanocria-qlora", (2, 2048), "full", ON_CPU),  # the leanest
-    ("hf-liger-qlora", (2, 2048), "none", ""),  # no other of theirs fits
-    ("hf-liger-lora,hf-liger-qlora", (2, 2048), "full", ""),
-    *((f"nanocria-qlora,{FP8}", shape, "selective", ON_CPU) for shape in ((1, 8192), (4, 8192), (1, 32768))),
-    *(("hf-liger-qlora", shape, "full", "") for shape in ((1, 8192), (4, 8192), (1, 32768), (1, 65536))),
-    ("nanocria-qlora,nanocria-qlora-fp8", (1, 131072), "full", ON_CPU),
-    ("unsloth-qlora", (2, 2048), "none", ""),
-    *(
-        ("unsloth-qlora,unsloth-qlora-long", shape, "full", "")
-        for shape in ((2, 2048), (1, 8192), (4, 8192), (1, 32768))
-    ),
+QLORA_AND_FP8 = "nanocria-qlora,nanocria-lora-fp8,nanocria-qlora-fp8"
+FINETUNE = [  # the fastest settings at each size: trainers, shapes, checkpointing, flags of nanocria
+    (QLORA_AND_FP8, "2x2048", "none", "--cuda_graph=true"),
+    ("nanocria-lora", "2x2048", "selective", "--cuda_graph=true"),
+    ("nanocria-qlora", "2x2048", "full", ON_CPU),  # the leanest
+    ("hf-liger-qlora", "2x2048", "none", ""),  # no other of theirs fits
+    ("hf-liger-lora,hf-liger-qlora", "2x2048", "full", ""),
+    (QLORA_AND_FP8, "1x8192,4x8192,1x32768", "selective", ON_CPU),
+    ("hf-liger-qlora", "1x8192,4x8192,1x32768,1x65536", "full", ""),
+    ("nanocria-qlora,nanocria-qlora-fp8", "1x131072", "full", ON_CPU),
+    ("unsloth-qlora", "2x2048", "none", ""),
+    ("unsloth-qlora,unsloth-qlora-long", "2x2048,1x8192,4x8192,1x32768", "full", ""),
 ]
 
 
@@ -119,8 +116,9 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 
 def finetune(s: SimpleNamespace, record: Record) -> None:
-    for trainers, (batch, block), checkpointing, flags in FINETUNE:
-        for trainer in trainers.split(","):
+    for trainers, shapes, checkpointing, flags in FINETUNE:
+        for shape, trainer in itertools.product(shapes.split(","), trainers.split(",")):
+            batch, block = settings.shape(shape)
             point = point_of(trainer, batch, block, checkpointing, "none", [*flags.split(), *s.flags], s)
             record.measure("batch", point, measure_point, point, s.steps)
 
@@ -134,5 +132,8 @@ def main(argv: list[str]) -> None:
     # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     record = runner.start("sweep", s, n_gpus=s.ranks)
-    (finetune if s.preset == "finetune" else grow)(s, record)
+    if s.preset == "finetune":
+        finetune(s, record)
+    else:
+        grow(s, record)
     runner.finish(record, plot="plot_sweep")

@@ -153,6 +153,12 @@ def test_the_batch_grows_until_nothing_fits(card, tmp_path, capsys):
     assert (tmp_path / "record.png").stat().st_size > 10_000
 
 
+def test_a_sweep_that_only_fails_says_why_and_draws_nothing(start, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(runner, "run", lambda words, ranks=1: (1, "ValueError: this is it"))
+    bench.main([f"--out={tmp_path / 'record.json'}"])
+    assert "failed ValueError: this is it" in capsys.readouterr().out and not [*tmp_path.iterdir()]
+
+
 def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(card):
     card.tokens = 3 * 1024
     record = card("--preset=study")
