@@ -141,7 +141,8 @@ def measure(
     if not last < first:  # or NaN
         return {"failed": f"it does not train: its loss went from {first} to {last}"}
     peak_gib = over_ranks(torch.cuda.max_memory_allocated() / 2**30, dist.ReduceOp.MAX, device)
+    reserved_gib = over_ranks(torch.cuda.max_memory_reserved() / 2**30, dist.ReduceOp.MAX, device)  # CUDA graphs too
     return {
         "ms_per_step": ms, "tok_per_s": tok_per_s, "mfu": mfu(c, tok_per_s / RANKS, "lora" in trainer),
-        "peak_gib": peak_gib, "first_loss": first, "last_loss": last,
+        "peak_gib": peak_gib, "reserved_gib": reserved_gib, "first_loss": first, "last_loss": last,
     }  # fmt: skip

@@ -34,10 +34,10 @@ def check_backend(backend: str, head_dim: int) -> None:
 @torch.compiler.assume_constant_result
 @functools.cache
 def activate_flash_attention_4() -> bool:
-    """True on a Hopper with the package flash-attn-4. From then on PyTorch's flash attention is FlashAttention 4."""
+    """True on a Hopper with flash-attn-4 and PyTorch 2.14: PyTorch's flash attention is then FlashAttention 4."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     installed = find_spec("flash_attn") and find_spec("flash_attn.cute")
-    if not on_hopper or not installed:
+    if not on_hopper or not installed or torch.__version__ < "2.14":
         return False
     torch.nn.attention.activate_flash_attention_impl("FA4")
     return True
