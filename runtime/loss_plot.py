@@ -86,9 +86,9 @@ def read_losses(folder: Path) -> Losses:
 
 def smoothed(points: Sequence[tuple]) -> list[float]:
     """At each point, the mean of the losses up to it over a window of a fiftieth of all points."""
-    losses = [loss for *_, loss in points]
     n = max(1, len(points) // 50)
-    return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
+    sums = [0.0, *itertools.accumulate(loss for *_, loss in points)]
+    return [(sums[i] - sums[max(0, i - n)]) / min(n, i) for i in range(1, len(sums))]
 
 
 def label_ends(axes, ends: list[tuple[float, float, str, str]], upwards: bool = False) -> None:
