@@ -8,9 +8,6 @@ import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-LFS_ADVICE = "is a git-lfs pointer, not the file: fetch it with git lfs pull"
 
 
 def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
@@ -53,15 +50,10 @@ def atomic_write(path: Path):
         partial.unlink(missing_ok=True)  # only still there after an error
 
 
-def is_lfs_pointer(head: bytes) -> bool:
-    """Whether these first bytes of a file are a git-lfs pointer's: git leaves one in place of each large file."""
-    return head.startswith(b"version https://git-lfs")
-
-
 def refuse_lfs_pointer(head: bytes, path: Path) -> None:
     """ValueError if a file begins as the three lines that stand for it in a clone made without git-lfs."""
-    if is_lfs_pointer(head):
-        raise ValueError(f"{path} {LFS_ADVICE}")
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a git-lfs pointer, not the file: fetch it with git lfs pull")
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -87,13 +79,20 @@ def how_to_fetch(path: Path) -> str:
     return "From huggingface.co: hf download NAME --local-dir FOLDER"
 
 
-def read_json(path: Path, limit: int) -> Any:
-    """The content of a JSON file of at most `limit` bytes. ValueError, OSError as read_small's."""
-    content = read_small(path, limit)
+def read_json(path: Path, limit: int) -> dict:
+    """The JSON object in a file of at most `limit` bytes. ValueError, OSError as read_small's."""
+    return parse_object(read_small(path, limit), path)
+
+
+def parse_object(content: bytes, path: Path) -> dict:
+    """The JSON object that is the content of a file. ValueError if it is damaged or anything else."""
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise ValueError(f"{path} is not JSON ({error})") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return value
 
 
 def write_json(path: Path, content: dict) -> None:

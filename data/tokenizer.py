@@ -19,25 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.files import how_to_fetch, read_small, refuse_lfs_pointer
+from data.files import how_to_fetch, parse_object, read_small
 from data.meta import FILES, check_meta
-from data.tiktoken_files import (
-    SPECIAL_TOKENS,
-    bytes_encoding,
-    encoding_of_json,
-    first_id,
-    llama3_encoding,
-    openai_encoding,
-)
-from data.vocabulary import (
-    END_OF_TEXT_NAMES,
-    HuggingFace,
-    Tiktoken,
-    Tokenizer,
-    ids_of_json,
-    is_id,
-    vocabulary_name,
-)
+from data.tiktoken_files import bytes_encoding, encoding_of_json, first_id, llama3_encoding, openai_encoding
+from data.vocabulary import END_OF_TEXT_NAMES, HuggingFace, Tiktoken, Tokenizer, is_id, name_of_json
 
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
@@ -90,12 +75,12 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         files = dataset_files(folder, meta)
     else:
         files = read_files(folder, FILES)
-    generation = parse(files.get("generation_config.json", b"{}"), folder / "generation_config.json")
+    generation = object_in(files, "generation_config.json", folder)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
     is_llama3 = name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size"))
     if "tokenizer.json" in files:
-        tokenizer = read_json(folder / "tokenizer.json", files, name, eos)
+        tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos)
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
@@ -106,7 +91,6 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     if meta:
         tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
         tokenizer.bos = meta.get("bos")
-        tokenizer.hf_bos = tokenizer.bos
     elif tokenizer.bos is None:
         tokenizer.bos = doc_start_of(config)
     tokenizer.chat_template = template_in(files)
@@ -148,7 +132,7 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"eos_token": end_of_text}
     files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-    return read_json(Path("tokenizer.json"), files)
+    return tokenizer_of_json(Path("tokenizer.json"), files)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,7 +146,12 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 def read_object(folder: Path, name: str) -> dict:
     """The JSON object in this file of a folder, {} if it has none."""
-    return parse(read_files(folder, [name]).get(name, b"{}"), folder / name)
+    return object_in(read_files(folder, [name]), name, folder)
+
+
+def object_in(files: dict[str, bytes], name: str, folder: Path = Path()) -> dict:
+    """The JSON object in one of these files of a folder, {} if it is not among them."""
+    return parse_object(files.get(name, b"{}"), folder / name)
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
@@ -176,9 +165,11 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
     return files
 
 
-def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
+def tokenizer_of_json(
+    path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None
+) -> Tokenizer:
     """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: where the model stops."""
-    content = parse(files["tokenizer.json"], path)
+    content = parse_object(files["tokenizer.json"], path)
     config = read_options(path.parent, files)
     try:
         name = name_of_json(content, name)
@@ -189,17 +180,6 @@ def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos:
     # transformers 5 goes by the post_processor alone, not by add_bos_token.
     config |= {"eos_token_id": eos, "first_id": first if is_id(first) else None}
     return Tiktoken(encoding, files, config) if encoding else HuggingFace(path, files, config)
-
-
-def name_of_json(content: dict, written_as: str | None = None) -> str:
-    """The name of the tokenizer in a tokenizer.json: a hash of its vocabulary, unless that is a known one.
-
-    written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
-    """
-    added = {token["content"] for token in content["added_tokens"]}
-    if written_as in NAMES and added <= SPECIAL_TOKENS[written_as]:
-        return written_as
-    return vocabulary_name(ids_of_json(content))
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:
@@ -213,7 +193,7 @@ def read_options(folder: Path, files: dict[str, bytes]) -> dict:
     """special_tokens_map.json and tokenizer_config.json in one: what is null in the latter may stand in the former."""
     options = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        content = parse(files.get(file, b"{}"), folder / file)
+        content = object_in(files, file, folder)
         options |= {name: value for name, value in content.items() if value is not None}
     return options
 
@@ -236,18 +216,6 @@ def find_model(*places: Path) -> Path:
     return file
 
 
-def parse(content: bytes, path: Path) -> dict:
-    """The JSON object in a file. Raises ValueError for a damaged one."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        refuse_lfs_pointer(content, path)
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return value
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Chat templates in files: chat_template.jinja, or an entry of tokenizer_config.json
 
@@ -256,7 +224,7 @@ def template_in(files: dict[str, bytes]) -> str:
     """The chat template in tokenizer files, or "". Of several, [{"name": ..., "template": ...}, ...], the default."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    content = parse_file(files, "tokenizer_config.json").get("chat_template") or ""
+    content = object_in(files, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(content, str):
         return content
     try:
@@ -269,7 +237,7 @@ def template_in(files: dict[str, bytes]) -> str:
 def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
     """The files without any chat template: llama.cpp prefers one in tokenizer_config.json."""
     files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
-    config = parse_file(files, "tokenizer_config.json")
+    config = object_in(files, "tokenizer_config.json")
     if config.pop("chat_template", None) is not None:
         files["tokenizer_config.json"] = to_json(config)
     return files
@@ -278,10 +246,6 @@ def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
 def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
     """The files, with others in their place. If these have a chat template, the files' own goes."""
     return (without_template(files) if template_in(others) else files) | others
-
-
-def parse_file(files: dict[str, bytes], name: str) -> dict:
-    return parse(files.get(name, b"{}"), Path(name))
 
 
 def to_json(content: dict) -> bytes:

@@ -1,17 +1,15 @@
 """Tokenizer classes: a tiktoken.Encoding or a tokenizer.json, with special tokens. data/tokenizer.py finds files."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tiktoken
 
-from data.tiktoken_files import json_of_encoding
+from data.tiktoken_files import SPECIAL_TOKENS, json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
@@ -26,10 +24,8 @@ class Tokenizer:
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
-    hf_bos         the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
-    bos_token, eos_token    as they are spelled; "" if there is none
-    named_tokens   {"pad_token": "<pad>", ...}: what transformers gives to a chat template
+    named_tokens   {"eos_token": "</s>", ...}: what transformers gives to a chat template
     chat_template  a Jinja program, or "" if there is none
     special_tokens the text of each special token
     files          {name: content} to build it from; {} if its name is enough
@@ -51,9 +47,9 @@ class Tokenizer:
 
     def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
         """Set them from `config`, the tokenizer files' content. Raises ValueError if no token ends a document."""
-        self.bos_token = spelling(config.get("bos_token"))
-        self.eos_token = spelling(config.get("eos_token"))
-        ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
+        self.named_tokens = named_tokens(config)
+        eos_token = self.named_tokens.get("eos_token", "")
+        ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, eos_token) if id_of(token) is not None]
         if not ends:
             raise ValueError(
                 f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}. If it has "
@@ -62,13 +58,9 @@ class Tokenizer:
         self.end_of_text = ends[0]
         eos = config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
-        eos = [id_of(self.eos_token), *eos, self.end_of_text]
+        eos = [id_of(eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
         self.bos = config.get("first_id")
-        self.hf_bos = self.bos
-        self.eos_token = self.eos_token or self.decode([self.end_of_text])
-        self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
-        self.named_tokens = {name: spelling(value) for name, value in named_tokens(config).items()}
 
 
 class Tiktoken(Tokenizer):
@@ -86,7 +78,8 @@ class Tiktoken(Tokenizer):
             config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
         self.set_special_tokens(special.get, config)
         if not self.named_tokens:
-            self.named_tokens = {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
+            first = self.end_of_text if self.bos is None else self.bos
+            self.named_tokens = {"bos_token": self.decode([first]), "eos_token": self.decode([self.end_of_text])}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         options = dict(allowed_special="all" if special else set(), disallowed_special=())
@@ -107,7 +100,7 @@ class Tiktoken(Tokenizer):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
         config |= self.named_tokens
-        made = {"tokenizer.json": json_of_encoding(self.encoding, self.hf_bos), "tokenizer_config.json": config}
+        made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 
 
@@ -144,7 +137,7 @@ class HuggingFace(Tokenizer):
         from tokenizers import AddedToken
 
         added = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
-        names = [name for name in map(spelling, named_tokens(config).values()) if name in ids]
+        names = [name for name in named_tokens(config).values() if name in ids]
         named = [added.get(name) or AddedToken(name) for name in names]
         for token in named:
             token.special = True
@@ -196,28 +189,28 @@ class TextStream:
         return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
 
 
-@functools.lru_cache(maxsize=8)
-def beginnings(tokens: frozenset[str]) -> re.Pattern:
-    """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
-    return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
-
-
-def spelling(token: str | dict | None) -> str:
-    """The text of a special token in tokenizer_config.json: there a string, an object or null."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def named_tokens(config: dict) -> dict[str, str | dict]:
+def named_tokens(config: dict) -> dict[str, str]:
     """The special tokens that have names in tokenizer_config.json, and in the extra_special_tokens in it."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(config.get("extra_special_tokens"), dict):
         tokens |= config["extra_special_tokens"]
-    return {name: value for name, value in tokens.items() if spelling(value)}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
 
 def is_id(token) -> bool:
     return type(token) is int and 0 <= token < 2**31
+
+
+def name_of_json(content: dict, written_as: str | None = None) -> str:
+    """The name of the tokenizer in a tokenizer.json: a hash of its vocabulary, unless that is a known one.
+
+    written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
+    """
+    added = {token["content"] for token in content["added_tokens"]}
+    if written_as in SPECIAL_TOKENS and added <= SPECIAL_TOKENS[written_as]:
+        return written_as
+    return vocabulary_name(ids_of_json(content))
 
 
 def ids_of_json(content: dict) -> dict[str, int]:

@@ -33,9 +33,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data.files import how_to_fetch, read_small, refuse_lfs_pointer
+from data.files import how_to_fetch, read_json, refuse_lfs_pointer
 from data.meta import check_meta
-from data.tokenizer import FILES, parse, published_name
+from data.tokenizer import FILES, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
@@ -116,7 +116,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
-        return parse(read_small(path, SMALL_FILE_BYTES), path)
+        return read_json(path, SMALL_FILE_BYTES)
     except ValueError as error:
         raise Damaged(str(error)) from error
 

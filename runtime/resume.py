@@ -17,7 +17,7 @@ from typing import TextIO
 
 from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
-from data.tokenizer import dataset_files, parse, read_files, replace_files, to_json, tokenizer_of
+from data.tokenizer import dataset_files, object_in, read_files, replace_files, to_json, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
     TOKENIZER_FILES,
@@ -317,7 +317,7 @@ def hf_files(
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     files = from_rank_0(read)
     if "generation_config.json" in files and dataset.get("eos"):  # transformers prefers its eos
-        generation = parse(files["generation_config.json"], Path("generation_config.json"))
+        generation = object_in(files, "generation_config.json")
         generation["eos_token_id"] = config_json["eos_token_id"]
         files["generation_config.json"] = to_json(generation)
     return files | {"config.json": to_json(config_json)}

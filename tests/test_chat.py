@@ -589,7 +589,7 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
 ])  # fmt: skip
 def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "<|im_end|>"])
-    monkeypatch.setattr(chat, "tokenizer_for_data", lambda _: tokenizer)
+    monkeypatch.setattr("data.command.tokenizer_for_data", lambda _: tokenizer)
     (tmp_path / "turns.jinja").write_text(template)
     folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "turns.jinja")
     assert Tokens(folder, "train").meta["eos"][0] == end

@@ -61,7 +61,7 @@ def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_te
     for path in (tmp_path / "hf", str(tmp_path / "hf/tokenizer.json")):
         tokenizer = get_tokenizer(path)
         assert (tokenizer.n_vocab, tokenizer.bos, tokenizer.end_of_text, tokenizer.eos) == (300, None, 0, [3, 0])
-        assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "")
+        assert tokenizer.named_tokens == {"eos_token": "<|im_end|>"}
         assert tokenizer.chat_template == TEMPLATE
         assert tokenizer.special_tokens == set(SPECIAL)
     for text in (*TEXTS, prose(0, 500), "e\u0301"):
@@ -96,7 +96,7 @@ def test_texts_begin_as_in_transformers(first, config, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     assert theirs("a").input_ids == bos + tokenizer.encode("a")
-    assert theirs.bos_token == tokenizer.bos_token
+    assert theirs.bos_token == tokenizer.named_tokens["bos_token"]
 
 
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
@@ -275,7 +275,7 @@ def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers
 def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     write_hf_folder(tmp_path / "hf", eos_token=None, added_tokens_decoder={})
     (tmp_path / "hf/special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
-    assert get_tokenizer(tmp_path / "hf").eos_token == "<|im_end|>"
+    assert get_tokenizer(tmp_path / "hf").named_tokens == {"eos_token": "<|im_end|>"}
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
@@ -377,7 +377,7 @@ def test_metas_tokenizer_is_found_where_it_is_published_and_becomes_a_tokenizer_
         assert (meta["tokenizer"], meta["bos"], list(meta["tokenizer_files"])) == ("llama3", 257, ["tokenizer.model"])
     shutil.rmtree(tmp_path / "meta")
     tokenizer = tokenizer_of(tmp_path / "data")
-    assert (tokenizer.eos, tokenizer.bos_token) == ([258, 265, 266], "<|begin_of_text|>")
+    assert (tokenizer.eos, tokenizer.named_tokens["bos_token"]) == ([258, 265, 266], "<|begin_of_text|>")
     texts = [Tokens(tmp_path / "data", split).shards[0][:].tolist() for split in ("train", "val")]
     assert sorted(texts, key=len) == [[257, 256, 258], [257, *b"<|eot_id|> and many more words", 258]]
     write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], tokenizer)

@@ -172,7 +172,7 @@ def test_a_missing_or_mistyped_field_of_meta_json_is_a_sentence(strangers, name)
         if name in VALID.get(value, ()):
             read_meta(folder)
             continue
-        with pytest.raises(ValueError, match=rf"meta\.json .*{name}|meta\.json is not JSON"):
+        with pytest.raises(ValueError, match=rf"meta\.json .*{name}|meta\.json is damaged"):
             open_dataset(str(folder), 4, 0, mask_documents=True)
         with pytest.raises(ValueError):
             tokenizer_of(folder)

@@ -28,17 +28,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data import command
 from data.chat.formats import Seen, read_row
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
-from data.command import (
-    Progress,
-    add_input_option,
-    add_text_options,
-    make_parser,
-    print_summary,
-    run_script,
-    tokenizer_for_data,
-)
 from data.files import read_small
 from data.rows import Bad, read_rows
 from data.tokenizer import MOST_FILE_BYTES, without_template
@@ -89,7 +81,7 @@ def prepare(
 
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
-    chat_tokenizer = tokenizer_for_data(tokenizer)
+    chat_tokenizer = command.tokenizer_for_data(tokenizer)
     if template:
         chat_tokenizer.chat_template = read_small(template, MOST_FILE_BYTES).decode()
     chat_tokenizer.chat_template = template_of(chat_tokenizer)
@@ -107,12 +99,12 @@ def prepare(
             chat_tokenizer,
             {"eos": list(dict.fromkeys(eos)), "script": "data/chat/prepare.py"},
             workers=workers,
-            progress=Progress(),
+            progress=command.Progress(),
             encode=encode_conversation,
         )
     finally:
         bad.report()  # also where it leaves nothing to write
-    print_summary(folder, meta)
+    command.print_summary(folder, meta)
     for sentence in seen.sentences():
         print(sentence)
     if re.search(r"{%-?\s*generation\b", chat_tokenizer.chat_template):
@@ -123,9 +115,9 @@ def prepare(
 
 
 def main():
-    parser = make_parser(__doc__, HERE)
-    add_input_option(parser)
-    add_text_options(parser, tokenizer="llama3", val_fraction="0.05")
+    parser = command.make_parser(__doc__, HERE)
+    command.add_input_option(parser)
+    command.add_text_options(parser, tokenizer="llama3", val_fraction="0.05")
     parser.add_argument("--template", type=Path, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
@@ -134,4 +126,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    command.run_script(main)

@@ -10,12 +10,13 @@ A chat template is a Jinja program that the makers of a model publish with its t
 itself, bos included. It comes with downloaded files, so it runs in a sandbox (data/chat/sandbox.py).
 """
 
+import functools
 import re
 
 from data.chat.formats import REASONING, parse_json
 from data.chat.sandbox import BREAK, compile_template, names_read
 from data.tokens import IS_DOC_START, IS_TARGET
-from data.vocabulary import Tokenizer, beginnings
+from data.vocabulary import Tokenizer
 
 # Llama 3's own format, as its model card gives it: without the date and the tools of 3.1's and 3.2's templates.
 LLAMA3_TEMPLATE = """\
@@ -175,6 +176,12 @@ def broken(value, tokenizer: Tokenizer):
     if MARKS.search(value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
     return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
+
+
+@functools.lru_cache(maxsize=8)
+def beginnings(tokens: frozenset[str]) -> re.Pattern:
+    """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
+    return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
 
 
 def encode(tokenizer: Tokenizer, marked: str) -> list[int]:

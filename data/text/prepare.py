@@ -30,15 +30,7 @@ from pathlib import Path
 from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.command import (
-    Progress,
-    add_input_option,
-    add_text_options,
-    make_parser,
-    print_summary,
-    run_script,
-    tokenizer_for_data,
-)
+from data import command
 from data.encode import Document
 from data.rows import Bad, field_of, is_json, open_input, read_rows, reading
 from data.tokenizer import train_tokenizer
@@ -149,19 +141,19 @@ def prepare(
         documents = chain(first, documents)
         encoding = train_tokenizer((text for split, text in first if split == "train"), int(learned[1]))
     else:
-        encoding = tokenizer_for_data(tokenizer)
-    meta = write_dataset(folder, documents, encoding, workers=workers, progress=Progress())
+        encoding = command.tokenizer_for_data(tokenizer)
+    meta = write_dataset(folder, documents, encoding, workers=workers, progress=command.Progress())
     bad.report()
-    print_summary(folder, meta)
+    command.print_summary(folder, meta)
     return meta
 
 
 def main():
-    parser = make_parser(__doc__, HERE)
-    add_input_option(parser)
+    parser = command.make_parser(__doc__, HERE)
+    command.add_input_option(parser)
     format_help = "the format of every input (default: by the name of each; a pipe needs it)"
     parser.add_argument("--format", choices=["text", "jsonl", "json"], help=format_help)
-    add_text_options(parser, tokenizer="bytes", val_fraction="0.01, up to 0.1 for inputs below 10 MB")
+    command.add_text_options(parser, tokenizer="bytes", val_fraction="0.01, up to 0.1 for inputs below 10 MB")
     parser.add_argument("--field", help="the field of JSON objects that has the text (default: text)")
     args = parser.parse_args()
     prepare(**vars(args))
@@ -171,4 +163,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    command.run_script(main)
