@@ -77,7 +77,9 @@ def assert_close(a, b, tolerance):
     )
 
 
-server = functools.cache(lambda: start_server(os.environ | PLAIN))
+# Of our own modules only the kernels: runtime/distributed.py reads the environment when imported.
+IMPORTED = ("requests", "tiktoken", "torch._dynamo", "torch.distributed.fsdp", "triton.language", "kernels")
+server = functools.cache(lambda: start_server(os.environ | PLAIN, IMPORTED))
 
 
 def start(settings, script="train.py", **options):
