@@ -154,6 +154,7 @@ def test_published_weights_keep_their_context_in_a_finetune(train, tmp_path, blo
     model = {"vocab_size": 257, "rope_theta": 10000.0, "norm_eps": 1e-6, "n_embd": 64, "ffn_dim": 96}
     train(**model, rope_scaling=SCALING, init_from=tmp_path / "hf", block_size=block_size, max_iters=1)
     assert context_of(tmp_path / "out") == context
+    assert json.loads((newest(tmp_path / "out") / "config.json").read_text())["max_position_embeddings"] == context
 
 
 def chats(folder, base):
