@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections import ChainMap
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from data.files import lock, open_to_write
 from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
+from optimizers import Optimizer
 from runtime import memory_stats
 from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, pieces_of, read_run
 from runtime.distributed import (
@@ -54,10 +56,11 @@ DTYPE_NAMES = {
 # Save in the background
 
 
+@dataclass
 class Saver:
     """Writes checkpoints in the background, while training continues.
 
-        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last, keep_best, async_save)
+        saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=2, ...)
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
@@ -65,52 +68,42 @@ class Saver:
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
     then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
-    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. keep_best: keep the
-    checkpoint of the lowest validation loss, too; `best` is its path. hf_files: the folder's other files,
-    {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
-    that a rank waits for the others to write one file.
+    optimizer's place), save() returns only when all is written.
     """
 
-    def __init__(
-        self,
-        out_dir: str,
-        lock_file: TextIO | None,
-        optimizer,
-        config: LlamaConfig,
-        hf_files: dict[str, bytes],
-        keep_last: int,
-        keep_best: bool = False,
-        async_save: bool = True,
-        reserved: float = 0,
-        timeout: float = 600.0,
-    ):
-        self.out_dir = Path(out_dir)
-        self.lock_file = lock_file  # rank 0's; None if nothing will be saved
-        self.optimizer = optimizer
-        self.config = config
-        self.hf_files = hf_files
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.best: Path | None = None
+    out_dir: str
+    lock_file: TextIO | None  # rank 0's; None if nothing will be saved
+    optimizer: Optimizer
+    config: LlamaConfig
+    hf_files: dict[str, bytes]  # the other files of a checkpoint, by name
+    keep_last: int  # 0: save nothing
+    keep_best: bool  # keep the checkpoint of the lowest validation loss, too
+    async_save: bool
+    timeout: float  # seconds that a rank waits for the others to write one file
+    reserved: float  # bytes of CPU memory that this rank will allocate later
+
+    def __post_init__(self):
+        self.out_dir = Path(self.out_dir)
+        self.best: Path | None = None  # with keep_best
         self.seconds = 0.0  # that the main thread has waited
         self.error: str | None = None  # why the last checkpoint was not written
         # A separate group: the writing thread's collectives must not mix with the main thread's.
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=self.timeout)
         self.group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
         self.thread = worker_thread()
         self.future = None  # of the save in progress
         self.copied = None  # an event: the copies are complete
         self.copies = None  # a future of them
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
+        tensors = self.optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
         n_bytes = sum(local(x).nbytes for x in tensors.values())
         # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
-        missing = memory_stats.missing_cpu_bytes(n_bytes + reserved)
+        missing = memory_stats.missing_cpu_bytes(n_bytes + self.reserved)
         self.pauses = (
             "training will pause while a checkpoint is written: saving in the background takes "
             f"{n_bytes / 2**30:.1f} GiB of CPU memory"
         )
-        if async_save and optimizer.place.async_save and keep_last:
+        if self.async_save and self.optimizer.place.async_save and self.keep_last:
             if missing <= 0:
                 self.copies = self.thread.submit(self._allocate, tensors)  # 15 GB take seconds: in the first steps
             else:
