@@ -26,10 +26,12 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -40,7 +42,16 @@ from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
-from runtime.distributed import from_rank_0, group_rank, group_size, local, local_world_size, on_all_ranks, progress
+from runtime.distributed import (
+    from_all_ranks,
+    from_rank_0,
+    group_rank,
+    group_size,
+    local,
+    local_world_size,
+    on_all_ranks,
+    progress,
+)
 from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
@@ -121,30 +132,42 @@ def read_object(path: Path) -> dict[str, Any]:
         raise Damaged(str(error)) from error
 
 
-class Piece(NamedTuple):
-    path: Path
-    begin: int
-    end: int
-
-
-def pieces_of(path: Path) -> list[Piece]:
+def piece_ends(path: Path) -> list[int]:
+    """At which byte each piece of a file ends."""
     n_bytes = path.stat().st_size
-    return [Piece(path, begin, min(begin + PIECE_BYTES, n_bytes)) for begin in range(0, n_bytes, PIECE_BYTES)]
+    return [*range(PIECE_BYTES, n_bytes, PIECE_BYTES), n_bytes]
 
 
-def digests_of(pieces: list[Piece]) -> dict[Piece, str]:
-    """The SHA-256 of each piece of a file."""
+def digests_of(
+    folder: Path, ends: dict[str, list[int]], group: dist.ProcessGroup | None = None
+) -> dict[str, list[str]]:
+    """The SHA-256 of each piece of these files of a folder, as "1073741824 9f86d0...": where it ends, and the digest.
+    Every rank must call it: they share the work. Raises Damaged, on all ranks, if a file is missing. ends: by file.
+    """
+    pieces = [(file, begin, end) for file, of_file in ends.items() for begin, end in pairwise([0, *of_file])]
+    n_ranks = group_size(group)
 
     def digest(piece):
+        name, begin, end = piece
+        require_file(folder / name)
         sha256 = hashlib.sha256()
-        with open(piece.path, "rb", buffering=0) as file:
-            file.seek(piece.begin)
-            while chunk := file.read(min(CHUNK_BYTES, piece.end - file.tell())):
+        with open(folder / name, "rb", buffering=0) as file:
+            file.seek(begin)
+            while chunk := file.read(min(CHUNK_BYTES, end - file.tell())):
                 sha256.update(chunk)
-        return sha256.hexdigest()
+            if end == ends[name][-1]:
+                sha256.update(file.read(1))  # there is none, unless the file has grown
+        return f"{end} {sha256.hexdigest()}"
 
-    with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-        return dict(zip(pieces, threads.map(digest, pieces), strict=True))
+    def digest_mine():
+        with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
+            return list(threads.map(digest, pieces[group_rank(group) :: n_ranks]))
+
+    by_rank = from_all_ranks(on_all_ranks(digest_mine, group), group)
+    digests = {file: [] for file in ends}
+    for i, (file, _, _) in enumerate(pieces):
+        digests[file].append(by_rank[i % n_ranks][i // n_ranks])
+    return digests
 
 
 def digest_of_run(run: dict) -> str:
@@ -168,29 +191,20 @@ def read_run(path: Path) -> dict | None:
 
 
 def verify(folder: Folder) -> None:
-    """Compare the tensors' files of a checkpoint with run.json's digests. Every rank must call it: they share the work.
+    """Compare the files of a checkpoint with run.json's digests. Every rank must call it: they share the work.
 
     Raises Damaged, on all ranks, if one differs. A published folder has no digests.
     """
-    if folder.run:
-        files = {info.file for info in folder.tensors.values()}
-        on_all_ranks(lambda: _verify(folder.path, folder.run, files, group_rank(), group_size()))
-
-
-def _verify(path, run, files, rank=0, n_ranks=1):
-    expected = {}
-    for file in sorted(files):
-        end = 0
-        for entry in run["digests"].get(file, []):  # "1073741824 9f86d0...": where a piece ends, and its SHA-256
-            begin = end
-            end = int(entry.split()[0])
-            expected[Piece(path / file, begin, end)] = entry.split()[1]
-        require_file(path / file)
-        if (path / file).stat().st_size != end:
-            raise Damaged(f"{path / file} is damaged: it is not as long as what was saved")
-    for piece, digest in digests_of(list(expected)[rank::n_ranks]).items():
-        if digest != expected[piece]:
-            raise Damaged(f"{piece.path} is damaged: it is not what was saved")
+    if folder.run is None:
+        return
+    saved = folder.run["digests"]
+    # Tensors that were not asked for may be gone, and the user may edit the path of the base.
+    others = {file for file in saved if not file.startswith("optimizer") and not file.endswith(".safetensors")}
+    files = {info.file for info in folder.tensors.values()} | others - {"adapter_config.json"}
+    ends = {file: [int(entry.split()[0]) for entry in saved.get(file, [])] for file in sorted(files)}
+    for file, digests in digests_of(folder.path, ends).items():
+        if digests != saved.get(file):
+            raise Damaged(f"{folder.path / file} is damaged: it is not what was saved")
 
 
 def require_file(path: Path) -> None:
@@ -217,9 +231,6 @@ def _open_folder(path, stems):
         raise ValueError(f"{path} holds Meta's own files: python convert.py {path} NEW makes a folder that is read")
     run = read_run(path)
     adapted = run is not None and ADAPTED in run["digests"]
-    small = {*TOKENIZER_FILES, "config.json", ADAPTED, *(f"{stem}.safetensors.index.json" for stem in stems)}
-    if run:
-        _verify(path, run, small & run["digests"].keys())  # also what sample.py will read
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
     if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):

@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import time
-from collections import ChainMap
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,19 +32,8 @@ from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from optimizers import Optimizer
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, pieces_of, read_run
-from runtime.distributed import (
-    from_all_ranks,
-    from_rank_0,
-    group_rank,
-    group_size,
-    local,
-    on_all_ranks,
-    print0,
-    say,
-    shard_like,
-    worker_thread,
-)
+from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends, read_run
+from runtime.distributed import from_rank_0, local, on_all_ranks, print0, say, shard_like, worker_thread
 from runtime.hf import Rows, hf_rows
 
 DTYPE_NAMES = {
@@ -265,15 +253,11 @@ def write_folder(
     from_rank_0(create, group)
     for (path, (_, begins, _)), rows in zip(headers.items(), tensors.values(), strict=True):
         on_all_ranks(partial(_write_rows, path, rows, begins), group)
-    pieces = from_rank_0(lambda: [piece for path in [*small, *headers] for piece in pieces_of(path)], group)
-    mine = pieces[group_rank(group) :: group_size(group)]  # the ranks share the reading
-    digests = ChainMap(*from_all_ranks(on_all_ranks(lambda: digests_of(mine), group), group))
+    ends = from_rank_0(lambda: {path.name: piece_ends(path) for path in [*small, *headers]}, group)
+    digests = digests_of(folder, ends, group)
 
     def finish():
-        by_file = {}
-        for piece in pieces:
-            by_file.setdefault(piece.path.name, []).append(f"{piece.end} {digests[piece]}")
-        content = json.dumps(run | {"digests": by_file})
+        content = json.dumps(run | {"digests": digests})
         finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON
         finite["digest"] = digest_of_run(finite)
         _write_file(folder / "run.json", json.dumps(finite, indent=2).encode() + b"\n")
