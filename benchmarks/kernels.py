@@ -37,7 +37,7 @@ class Problem:
         tensors, constants = operation.inputs(size, options)
         self.tensors = [self.convert(tensor).requires_grad_() for tensor in operation.tensors_of(function, tensors)]
         self.constants = [self.convert(constant) for constant in constants]
-        self.doutputs = None
+        self.doutputs = []
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         return tuple_of(self.function(*self.tensors, *self.constants))
@@ -50,13 +50,12 @@ class Problem:
     def backward(self, outputs, retain_graph=False) -> tuple[torch.Tensor, ...]:
         if not self.tensors:
             return ()
-        self.doutputs = self.doutputs or self.random_gradients(outputs)
+        if not self.doutputs:  # random like the inputs, but independent of them; 1 for a loss, as in loss.backward()
+            torch.manual_seed(self.seed + 1_000_000)
+            for y in outputs:
+                dy = self.convert(torch.randn(y.shape, **self.options)) if y.ndim else torch.ones_like(y)
+                self.doutputs.append(dy)
         return torch.autograd.grad(outputs, self.tensors, self.doutputs, retain_graph=retain_graph)
-
-    def random_gradients(self, outputs) -> list[torch.Tensor]:
-        """Random like the inputs, but independent of them; 1 for a loss, as in loss.backward()."""
-        torch.manual_seed(self.seed + 1_000_000)
-        return [self.convert(torch.randn(y.shape, **self.options)) if y.ndim else torch.ones_like(y) for y in outputs]
 
     def both(self) -> tuple[torch.Tensor, ...]:
         outputs = self.forward()
@@ -65,7 +64,7 @@ class Problem:
     def call(self, name: str) -> Callable:
         """The call to time for a pass: forward, inference (no autograd), both, or backward, after one forward."""
         if name != "backward":
-            return {"forward": self.forward, "inference": self.inference, "both": self.both}[name]
+            return getattr(self, name)
         outputs = self.forward()
         return lambda: self.backward(outputs, retain_graph=True)
 
@@ -126,7 +125,8 @@ def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits:
     }
     rows = []
     for pass_name, work in operation.work(size).items():
-        row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}
+        shape = dict(zip(operation.dims.split(), size, strict=True))
+        row = {"op": name, "shape": shape, "pass": pass_name, **work}
         row["floor_us"] = floor_us(operation, size, work, limits)
         row["functions"] = {label: result[pass_name] for label, result in results.items()}
         rows.append(row)

@@ -66,9 +66,6 @@ class Operation:
     unpack: Callable | None = None  # if ours are packed: the differentiable tensors as the others take them
     checked: Callable = staticmethod(lambda size: size)  # the size to measure errors at: smaller if float64 needs it
 
-    def shape(self, size: tuple[int, ...]) -> dict[str, int]:
-        return dict(zip(self.dims.split(), size, strict=True))
-
     def tensors_of(self, function: Callable, tensors: list) -> list:
         """The differentiable tensors, or their gradients, as this function takes them."""
         takes_packed = function in (self.functions["nanocria"], self.reference)
