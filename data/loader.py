@@ -29,7 +29,7 @@ import torch
 from data.meta import SPLITS
 from data.pystdlib.prepare import HERE as PYSTDLIB
 from data.pystdlib.prepare import prepare_once
-from data.tokens import IS_DOC_START, IS_TARGET, Tokens, check_tokens
+from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 
 FOLDER = Path(__file__).resolve().parent
 MASK_SHIFT = 32  # mask bits sit above the token's id
@@ -98,8 +98,20 @@ def read_ahead(read: Callable[[int], Any], steps: Iterable[int]) -> Iterator[Any
         yield pending.popleft().result()
 
 
+def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
+    """ValueError for a token beyond the vocabulary, which would index outside the embedding."""
+    if tokens.max() >= vocab_size:
+        raise ValueError(f"{path} holds token {tokens.max()}, but vocab_size is {vocab_size}: prepare the data again")
+
+
 class Blocks:
-    """One split of a dataset, cut into blocks of block_size tokens plus the token after them."""
+    """One split of a dataset, cut into blocks of T + 1 tokens, where T is block_size: T inputs and their T targets.
+
+    Block i of a shard holds its tokens iT .. iT + T. The target of a block's last input is the first input of the next
+    block, so every token of a shard is a target once, except the first one and the remainder after the last whole
+    block. Training shifts the blocks, in each epoch by a different number of tokens below T, and skips the tokens
+    before the first block. Each shard has as many blocks as fit after any shift. ValueError if none has one.
+    """
 
     packing = ""  # for the log: a sentence about Packed blocks
     parts = property(lambda blocks: [blocks])  # of a Mix: the Blocks of each dataset
@@ -115,12 +127,32 @@ class Blocks:
         self._cut_into_blocks()
 
     def _cut_into_blocks(self) -> None:
-        self.n_blocks = self.tokens.blocks(self.block_size, shifted=self.tokens.split == "train")
+        shards = self.tokens.shards
+        largest_shift = self.block_size - 1 if self.tokens.split == "train" else 0
+        self.ends = np.cumsum([max(0, (len(shard) - 1 - largest_shift) // self.block_size) for shard in shards])
+        self.n_blocks = int(self.ends[-1])
+        if self.n_blocks == 0:
+            raise ValueError(
+                f"{self.tokens.folder} has {max(map(len, shards)):,} {self.tokens.split} tokens in a file, fewer than "
+                f"the {self.block_size + 1 + largest_shift:,} that block_size {self.block_size:,} needs: use more text "
+                "or a smaller block_size"
+            )
         self.doc_start = self.meta.get("bos", self.meta["end_of_text"])
 
-    def read(self, indices, shift: int | None = None) -> torch.Tensor:
-        """Blocks (len(indices), T + 1) int64. ValueError for a token beyond the vocabulary."""
-        return torch.from_numpy(self.tokens.read(indices, self.block_size, shift))
+    def read(self, indices: Sequence[int], shift: int = 0) -> torch.Tensor:
+        """Blocks (len(indices), T + 1) int64; shift: where the first block of each shard starts.
+
+        ValueError for a token beyond the vocabulary, and for a file that has been cut.
+        """
+        blocks = np.empty((len(indices), self.block_size + 1), np.int64)
+        shards = np.searchsorted(self.ends, indices, side="right")
+        for row, index, i in zip(blocks, indices, shards, strict=True):
+            shard = self.tokens.shards[i]
+            first = self.ends[i - 1] if i else 0  # the shard's first block
+            start = int(index - first) * self.block_size + shift
+            row[:] = shard[start : start + self.block_size + 1]
+            check_tokens(row, self.meta["vocab_size"], shard.path)
+        return torch.from_numpy(blocks)
 
     def sequences(self, first: int, n: int) -> torch.Tensor:
         """Sequences first .. first + n - 1 of the run, (n, T + 1) int64."""
@@ -195,7 +227,7 @@ class Packed(Blocks):
             f"{n_cut:,} longer than block_size are cut, {(~has_targets).sum():,} of them left out: no answer remains"
         )
 
-    def read(self, indices, shift=None) -> torch.Tensor:
+    def read(self, indices: Sequence[int], shift: int = 0) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError for a token beyond the vocabulary."""
         blocks = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is not a target
         (tokens,) = self.tokens.shards

@@ -168,13 +168,13 @@ def wrapped(folder, before, after="", script="train.py"):
 def at_read(number, act, ranks="0"):
     """Lines for wrapped(): these ranks run `act` before they read data for the number-th time."""
     return (
-        "import data.tokens\n"
-        "read, reads = data.tokens.Tokens.read, []\n"
+        "import data.loader\n"
+        "read, reads = data.loader.Blocks.read, []\n"
         "def act_and_read(self, *args):\n"
         "    reads.append(1)\n"
         f"    if len(reads) == {number} and os.environ.get('RANK', '0') in '{ranks}': {act}\n"
         "    return read(self, *args)\n"
-        "data.tokens.Tokens.read = act_and_read"
+        "data.loader.Blocks.read = act_and_read"
     )
 
 

@@ -14,6 +14,7 @@ import transformers
 
 from data.command import run_script
 from data.fineweb_edu import prepare as fineweb_edu
+from data.loader import open_dataset
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
@@ -249,12 +250,13 @@ def test_fineweb_writes_one_shard_per_file_and_blocks_span_all_shards(parquets, 
     assert meta["script"] == "data/fineweb_edu/prepare.py"
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / "out").glob("train_*.bin"))]
     assert meta["train_sha256"] == hashlib.sha256("".join(digests).encode()).hexdigest() and len(digests) == 3
-    tokens = Tokens(tmp_path / "out", "train")
-    per_shard = [(len(shard) - 1) // 100 for shard in tokens.shards]
-    assert tokens.blocks(100) == sum(per_shard)
-    blocks = tokens.read(range(sum(per_shard)), 100)
-    assert (blocks[per_shard[0]] == tokens.shards[1][:101]).all()
-    assert (blocks[-1] == tokens.shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
+    _, val = open_dataset(tmp_path / "out", 100, 0)
+    shards = val.tokens.shards
+    per_shard = [(len(shard) - 1) // 100 for shard in shards]
+    assert val.n_blocks == sum(per_shard)
+    blocks = val.read(range(val.n_blocks)).numpy()
+    assert (blocks[per_shard[0]] == shards[1][:101]).all()
+    assert (blocks[-1] == shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
 
 
 @pytest.fixture

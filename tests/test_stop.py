@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from data.tokens import Tokens
+from data.loader import Blocks
 from runtime import checkpoint
 from runtime.distributed import say
 from runtime.stop import Signals
@@ -164,7 +164,7 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number
 
 
 def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch):
-    monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
+    monkeypatch.setattr(Blocks, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
     assert "rank 0: val.bin holds token 999: prepare it again\n" in error_of(train, capsys, eval_only=True)
 
 

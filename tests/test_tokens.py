@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+import torch
 
 from data import write
-from data.loader import FOLDER, Packed, dataset_folder, open_dataset
+from data.loader import FOLDER, Blocks, Packed, dataset_folder, open_dataset
 from data.meta import FIELDS, META_BYTES, REQUIRED, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
@@ -57,19 +58,20 @@ def test_token_ids_above_65535_round_trip_and_those_below_take_uint16(tmp_path):
     words = tiktoken.Encoding("words", pat_str=r"w\d+|(?s:.)", mergeable_ranks=ranks, special_tokens=special)
     meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(words))
     assert meta["dtype"] == "uint32"
-    assert Tokens(tmp_path, "train").read([0], 3).tolist() == [[256, 65_536, 70_255, 70_256]]
+    assert Tokens(tmp_path, "train").shards[0][:].tolist() == [256, 65_536, 70_255, 70_256]
 
 
 def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
-    toy_dataset(tmp_path, train=["abcdefghi"])  # 10 tokens with the end of text
-    tokens = Tokens(tmp_path, "train")
-    assert [tokens.blocks(3), tokens.blocks(3, shifted=True), tokens.blocks(9)] == [3, 2, 1]
-    blocks = tokens.read([2, 0], 3)
-    assert blocks.dtype == np.int64 and blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
-    assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
-    for block_size, shifted, n in ((10, False, 11), (6, True, 12)):
-        with pytest.raises(ValueError, match=f"10 train tokens in a file, fewer than the {n} that"):
-            tokens.blocks(block_size, shifted)
+    toy_dataset(tmp_path, train=["abcdefghi"], val=["abcdefghi"])  # 10 tokens with the end of text
+    train, val = open_dataset(tmp_path, 3, 0)
+    assert (train.n_blocks, val.n_blocks) == (2, 3)
+    blocks = val.read([2, 0])
+    assert blocks.dtype == torch.int64 and blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
+    assert train.read(np.array([1]), shift=1).tolist() == [[*b"efgh"]]
+    for split, block_size, n in (("val", 10, 11), ("train", 6, 12)):
+        assert Blocks(Tokens(tmp_path, split), block_size - 1, None, 0).n_blocks == 1
+        with pytest.raises(ValueError, match=f"10 {split} tokens in a file, fewer than the {n} that"):
+            Blocks(Tokens(tmp_path, split), block_size, None, 0)
 
 
 def test_training_blocks_leave_room_for_the_shift_and_documents_begin_with_their_bos(tmp_path):
@@ -91,11 +93,10 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
             texts = [("train", chr(97 + i) * 23), ("val", "abc")]
             counts[f"_{i}"] = write_tokens(tmp_path, texts, get_tokenizer("bytes"), shard=f"_{i}")
     write_meta(tmp_path, get_tokenizer("bytes"), counts)
-    tokens = Tokens(tmp_path, "train")
-    n_blocks = tokens.blocks(5, shifted=True)
+    train = Blocks(Tokens(tmp_path, "train"), 5, None, 0)
     for shift in range(5):
-        first = tokens.read(range(n_blocks), 5, shift)[:, 0]
-        assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
+        first = train.read(range(train.n_blocks), shift)[:, 0]
+        assert np.bincount(first)[97:107].tolist() == [train.n_blocks / 10] * 10, shift
 
 
 def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, monkeypatch):
