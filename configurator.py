@@ -40,7 +40,7 @@ FORMER = {  # names of settings in older versions
 }  # fmt: skip
 
 
-class SettingError(Exception):
+class SettingError(ValueError):
     """A user error; its message is printed without a traceback."""
 
 
@@ -214,7 +214,7 @@ def check(label: str, options: list, *readings):
     phrases = [PHRASES.get(option) or ("none" if option is None else repr(option)) for option in options]
     expected = " or ".join(filter(None, [", ".join(phrases[:-1]), phrases[-1]]))
     choices = {option: repr(option) for option in options if isinstance(option, str)}
-    raise SettingError(f"{label} expects {expected}, got {readings[-1]!r}{did_you_mean(readings[-1], choices)}")
+    raise SettingError(f"{label} expects {expected}, got {readings[-1]!r:.300}{did_you_mean(readings[-1], choices)}")
 
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:

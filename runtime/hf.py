@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import model
-from configurator import SettingError, check
+from configurator import check
 from data.tokenizer import DOC_START, LLAMA3_VOCAB
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
@@ -141,10 +141,7 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
 
 def setting(path: Path, theirs: dict, name: str, *options) -> Any:
     """One setting of a file, checked to be of one of these types. If None is among them, it may be missing."""
-    try:
-        return check(f"{path}: {name}", list(options), theirs.get(name))
-    except SettingError as error:
-        raise ValueError(f"{error!s:.300}") from error
+    return check(f"{path}: {name}", list(options), theirs.get(name))
 
 
 def model_type() -> str:

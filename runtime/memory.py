@@ -340,9 +340,9 @@ class Step:
         if not self.reduces:
             return []
         # Up to 2.14 a group's last gradient stays until the sums are done: the head's or the embedding's, if untied
-        held = 0 if self.c.tie_embeddings or FSDP_2_15 else group.gradients
+        last_gradient = 0 if self.c.tie_embeddings or FSDP_2_15 else group.gradients
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
-        more = Part("the reduction", max(group.gradients, held + sums), f"{group.n:,} parameters")
+        more = Part("the reduction", max(group.gradients, last_gradient + sums), f"{group.n:,} parameters")
         return [*self.being_reduced(group), more]
 
     def block_in_backward(self) -> list[Part]:

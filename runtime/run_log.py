@@ -94,7 +94,7 @@ class RunLog:
         self.peak_gib = None
         self.file = None
         self.wandb = None
-        self.model_facts = {}  # of header(), for the summary
+        self.model_info = {}  # of header(), for the summary
         self.val_losses = {}  # of the last evaluation: of each part of a mix
         self.line_began = perf_counter()
 
@@ -104,7 +104,7 @@ class RunLog:
 
     def header(self, model: Llama, run: RunShape, data: Blocks) -> None:
         config = model.config
-        self.model_facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
+        self.model_info = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         fp8 = ", projections in float8" if run.fp8 else ""
@@ -114,7 +114,7 @@ class RunLog:
         if run.lora_rank:
             print0(f"lora      adapters of rank {run.lora_rank}; quantize_base: {run.quantize_base}")
         if self.device != "cpu":
-            gib = f"about {self.model_facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            gib = f"about {self.model_info['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
         steps = self.max_iters
@@ -308,7 +308,7 @@ class RunLog:
             "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
-            **self.model_facts,
+            **self.model_info,
             "flops_per_token": self.flops_per_token,
             "cpu_gib": memory_stats.used_gib("cpu"),
             "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
