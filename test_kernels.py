@@ -350,12 +350,12 @@ def test_without_triton_the_references_train_with_every_way_to_checkpoint():
 import sys; sys.modules["triton"] = None
 import torch, model
 from runtime.generate import generate
-from optimizers import adamw, on_device, optimizer
+from optimizers import adamw, on_device
 for mode in ("none", "selective", "full"):
     sys.modules["kernels.linear_cross_entropy"].PLAIN_LOGITS = 100 if mode == "full" else 1000  # in chunks; at once
     how = model.Execution(attention="triton", checkpointing=mode)
     llama = model.Llama(model.LlamaConfig(1, 4, 2, 64, 48, 50, 8), how); llama.init_weights(0)
-    driver = optimizer.Optimizer(llama, adamw.AdamW(), on_device.OnDevice(), grad_clip=1.0)
+    driver = on_device.OnDevice(llama, adamw.AdamW(), grad_clip=1.0)
     tokens = torch.arange(8)[None]
     before = llama(tokens, tokens)
     before.backward(); driver.step(0.01)

@@ -23,7 +23,6 @@ from benchmarks.settings import read_settings
 from configurator import SettingError
 from model import Llama
 from optimizers.on_disk import OnDisk
-from optimizers.optimizer import Optimizer
 from optimizers.state_file import StateFile, open_state_file, page_aligned
 from runtime.memory_advice import disk_bytes
 
@@ -40,7 +39,7 @@ def update_seconds(state: OnDisk, grads: list[torch.Tensor]) -> float:
     for parameter, grad in zip(state.parameters.values(), grads, strict=True):
         parameter.grad = grad
     began = time.perf_counter()
-    state.update(torch.ones(()), torch.tensor(1e-4), torch.tensor(1))
+    state.apply(torch.ones(()), torch.tensor(1e-4), torch.tensor(1))
     state.finish()
     return time.perf_counter() - began
 
@@ -69,7 +68,7 @@ def measure(s: SimpleNamespace) -> dict:
     config, shape = estimate.resolve(s.config, 1, settings, s.flags)
     file = open_state_file(s.offload_dir, disk_bytes(config, shape))
     model = Llama(config).to(shape.compute_dtype)
-    state = Optimizer(model, shape.rule, OnDisk(file)).place
+    state = OnDisk(model, shape.rule, file=file)
     grads = [torch.full_like(parameter, 1e-3) for parameter in state.parameters.values()]
     sizes = [[len(memory) for memory in piece.pages.values()] for piece in state.pieces]
     n_bytes = 2 * sum(map(sum, sizes))

@@ -26,7 +26,7 @@ from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
 from benchmarks.tables import table
 from configurator import SettingError, preview
 from model import LlamaConfig
-from optimizers.rules import rule_of
+from optimizers import rule_of
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape

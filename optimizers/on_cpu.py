@@ -27,7 +27,7 @@ import torch
 from kernels.c_library import c_library
 from kernels.pinned_memory import pinned_empty
 from optimizers.on_device import gradient_of
-from optimizers.place import Place
+from optimizers.optimizer import Optimizer
 from runtime.distributed import local, local_world_size, worker_thread
 from runtime.stream_weights import StreamedWeights
 
@@ -51,25 +51,19 @@ def group_of(name: str) -> str:
     return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
 
 
-class OnCPU(Place):
+class OnCPU(Optimizer):
     """streamed: the model's weights, if they stay in CPU memory and FSDP does not move them."""
 
     device = "cpu"
     scalar_dtype = torch.float64  # Python's
 
-    def __init__(self, streamed: StreamedWeights | None = None):
+    def __init__(self, model, rule, *, streamed: StreamedWeights | None = None, **options):
         self.streamed = streamed
         if streamed is not None:
             self.cpu_weights = streamed.cpu_weights
-
-    @staticmethod
-    def master_dtype(dtype, same_device):
-        return None if same_device and dtype == torch.float32 else torch.float32
-
-    def attach(self, model, parameters, rule):
         for name in rule.c_files:  # without a compiler it fails here, not in the first update
             c_library(name)
-        super().attach(model, parameters, rule)
+        super().__init__(model, rule, **options)
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
         self.worker = worker_thread()  # runs tasks in order: sums, then updates, then the next sums
@@ -80,25 +74,29 @@ class OnCPU(Place):
         self.norms = {}  # of those that have arrived
         self.copying = []  # the gradients being copied, all of one group
         self.copying_group = None
-        on_gpu = local(next(iter(parameters.values()))).is_cuda  # then all are on the GPU
+        on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # then all are on the GPU
         self.stream = torch.cuda.Stream() if on_gpu else None
         # By module: the root's own parameters, then each layer's.
         modules = {"": model} | {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
         self.groups = {group: [] for group in modules}
-        for name in parameters:
+        for name in self.parameters:
             self.groups[group_of(name)].append(name)
         for group, module in modules.items():
             module.register_forward_pre_hook(partial(torch.compiler.disable(self._wait_for), group), prepend=True)
         for group, names in self.groups.items() if on_gpu else ():
             for name in names:
-                shard = local(parameters[name])
+                shard = local(self.parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
-                parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
+                self.parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
         # model.hidden starts here, if called without model.forward, as in generate()
         model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(partial(self._wait_for, "")))
         model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_copied))  # the root's, copied last
         if self.streamed is not None:
             self.streamed.before_copy = self._wait_for
+
+    @staticmethod
+    def master_dtype(dtype, same_device):
+        return None if same_device and dtype == torch.float32 else torch.float32
 
     # ------------------------------------------------------------------------------------------------------------------
     # Waiting
@@ -188,7 +186,7 @@ class OnCPU(Place):
             self.copying.clear()
         return self.sums or self._offloaded_grads()
 
-    def norm(self):
+    def local_norm(self):
         grads = self.gradients()
         if self.norms and not self.sums:  # norms taken on the GPU
             return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
@@ -197,7 +195,7 @@ class OnCPU(Place):
     # ------------------------------------------------------------------------------------------------------------------
     # The update
 
-    def update(self, scale, lr, t):
+    def apply(self, scale, lr, t):
         """Starts the update, which continues during the next forward."""
         scalars = scale.item(), lr.item(), t.item()
         if math.isfinite(scalars[0]):

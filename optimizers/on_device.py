@@ -6,7 +6,7 @@ parameter is its own master. Only for float16 is a whole master kept.
 
 import torch
 
-from optimizers.place import Place
+from optimizers.optimizer import Optimizer
 from optimizers.rule import Shard
 from runtime.distributed import local
 
@@ -19,13 +19,14 @@ def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-class OnDevice(Place):
+class OnDevice(Optimizer):
     @staticmethod
     def master_dtype(dtype, same_device):
         if dtype == torch.float32:
             return None
         return torch.int16 if dtype == torch.bfloat16 else torch.float32
 
+    @torch.no_grad()
     def accumulate(self):
         # bfloat16 sums would lose small terms, and a CUDA graph overwrites its gradients instead of adding to them.
         for name, parameter in self.parameters.items():
@@ -40,12 +41,12 @@ class OnDevice(Place):
         self.require_no_grads()
         return {name: local(total) for name, total in self.sums.items()}
 
-    def norm(self) -> torch.Tensor:
+    def local_norm(self):
         # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16. One launch for all:
         norms = torch._foreach_norm(list(self.gradients().values()), 2, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms))
 
-    def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
+    def apply(self, scale, lr, t):
         scalars = torch.stack([scale, lr, *self.rule.scalars(t)])
         grads = self.gradients()
         shards = []
@@ -53,8 +54,8 @@ class OnDevice(Place):
             rows = self.rows[name]
             shard = local(parameter.detach())
             shards.append(Shard(name, parameter.shape, rows, shard, grads[name], *self.local_states(name)))
-        self.rule.update(shards, scalars, self.step, self.ranks)
-        self.step += 1
+        self.rule.update(shards, scalars, self.n_steps, self.ranks)
+        self.n_steps += 1
         self.drop_grads()
         for total in self.sums.values():
             local(total).zero_()

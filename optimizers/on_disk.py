@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from optimizers.on_cpu import OnCPU
-from optimizers.place import new_state
+from optimizers.optimizer import new_state
 from optimizers.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 from runtime.distributed import local, shard_like
 
@@ -55,12 +55,9 @@ class OnDisk(OnCPU):
 
     async_save = False
 
-    def __init__(self, file: StateFile, streamed=None):
-        super().__init__(streamed)
+    def __init__(self, model, rule, *, file: StateFile, **options):
         self.file = file
-
-    def attach(self, model, parameters, rule):
-        super().attach(model, parameters, rule)
+        super().__init__(model, rule, **options)
         names = [name for group in self.groups.values() for name in group]  # in the order of the updates
         cuts = [(name, rows, in_file) for name in names for rows, in_file in self._cut(name)]
         n_bytes = max((sum(whole_pages(x.nbytes) for x in in_file.values()) for _, _, in_file in cuts), default=0)
@@ -108,11 +105,11 @@ class OnDisk(OnCPU):
         self._finish_moving()
         self.used_as_tensors = True
 
-    def update(self, scale, lr, t):
+    def apply(self, scale, lr, t):
         if self.used_as_tensors:
             self.file.let_go()
         self.used_as_tensors = False
-        super().update(scale, lr, t)
+        super().apply(scale, lr, t)
 
     def _step(self, name, new, grad, scalars):
         for i in self.pieces_of[name]:

@@ -1,7 +1,7 @@
 """The interface of an update rule: all that places, checkpoints and memory.py use of it.
 
 A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py's), its name in train.py's setting
-`optimizer` and a case in rules.py. With step_on_cpu and supports_offload = True it also works with --offload.
+`optimizer` and a case in __init__.py. With step_on_cpu and supports_offload = True it also works with --offload.
 """
 
 from typing import NamedTuple

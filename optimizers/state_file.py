@@ -137,13 +137,11 @@ class StateFile:
         return True
 
 
-def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
-    """A file for n_bytes of this rank's state, all read and written in each step; None without an offload_dir.
+def open_state_file(offload_dir: str, n_bytes: float) -> StateFile:
+    """A file for n_bytes of this rank's state, all read and written in each step.
 
     Ends the run if there is no room or no folder. Every rank must call it.
     """
-    if offload_dir is None:
-        return None
     folder = os.path.expanduser(offload_dir)
     n_bytes = math.ceil(n_bytes)
     with stop_on_error():

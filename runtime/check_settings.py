@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from optimizers.rules import rule_of
+from optimizers import rule_of
 from runtime.distributed import print0, stop
 
 AT_LEAST = {

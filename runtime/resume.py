@@ -229,7 +229,7 @@ def restore(
     start_time = time.perf_counter()
     base = start and _base_of(start, run_info["settings"])
     if base:
-        read_base(base, model, cpu_weights=optimizer.place.cpu_weights)
+        read_base(base, model, cpu_weights=optimizer.cpu_weights)
     hf_files = _hf_files_of(start, base, model.config, run_info)
     if start is None or not _is_checkpoint_of(start, out_dir):
         return _begin(start, base, model, optimizer, run_info), hf_files

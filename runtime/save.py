@@ -56,7 +56,7 @@ class Saver:
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
     then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
-    optimizer's place), save() returns only when all is written.
+    optimizer), save() returns only when all is written.
     """
 
     out_dir: str
@@ -91,7 +91,7 @@ class Saver:
             "training will pause while a checkpoint is written: saving in the background takes "
             f"{n_bytes / 2**30:.1f} GiB of CPU memory"
         )
-        if self.async_save and self.optimizer.place.async_save and self.keep_last:
+        if self.async_save and self.optimizer.async_save and self.keep_last:
             if missing <= 0:
                 self.copies = self.thread.submit(self._allocate, tensors)  # 15 GB take seconds: in the first steps
             else:

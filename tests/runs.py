@@ -191,7 +191,7 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000,
 
 
 # A line for a script, after which GaLore renews its bases every three steps instead of every 200.
-RENEW_OFTEN = "import functools, optimizers.rules as r; r.GaLore = functools.partial(r.GaLore, interval=3)\n"
+RENEW_OFTEN = "import functools, optimizers as r; r.GaLore = functools.partial(r.GaLore, interval=3)\n"
 
 
 def machines_of(folder, ranks):

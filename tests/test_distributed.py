@@ -114,7 +114,7 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
 
 
 OTHER_NORM = (
-    "from optimizers.on_device import OnDevice as D; norm = D.norm; D.norm = lambda self: norm(self) * (1 + 2**-20)"
+    "from optimizers import OnDevice as D; norm = D.local_norm; D.local_norm = lambda self: norm(self) * (1 + 2**-20)"
 )
 
 
@@ -219,7 +219,7 @@ def test_ranks_with_different_settings_data_or_code_stop_before_training(train, 
 
 @pytest.mark.parametrize("place, phase", [
     ("import data.loader as m; m.Tokens.__init__", None),
-    ("from optimizers.place import Place; Place.attach", "building the model"),
+    ("from optimizers.optimizer import Optimizer; Optimizer._master", "building the model"),
     ("import runtime.checkpoint as m; m.read_rows", None),
 ], ids=["data", "optimizer", "checkpoint"])  # fmt: skip
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_path, place, phase):

@@ -8,7 +8,6 @@ from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.galore import GaLore, renew
 from optimizers.on_device import OnDevice
-from optimizers.optimizer import Optimizer
 from optimizers.rule import Ranks
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -51,19 +50,19 @@ def test_the_basis_holds_the_leading_singular_vectors(shape):
 def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
     model = Llama(CONFIG)
     model.init_weights(0)
-    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3), OnDevice())
+    optimizer = OnDevice(model, GaLore(AdamW(weight_decay=0.1), RANK, 3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     exact = {}  # (name, i): w, basis, m, v
     for name, p in model.named_parameters():
         if name.startswith("layers.") and p.ndim == 2:
-            for i, w in enumerate(p.detach().double().split(optimizer.place.rows[name])):
+            for i, w in enumerate(p.detach().double().split(optimizer.rows[name])):
                 exact[name, i] = [w, None, 0.0, 0.0]
     assert len(exact) == 7 * CONFIG.n_layer
     for t in range(1, 6):
         set_gradients(model)
         for (name, i), state in exact.items():
             p = model.get_parameter(name)
-            g = p.grad.double().split(optimizer.place.rows[name])[i]
+            g = p.grad.double().split(optimizer.rows[name])[i]
             w, q, m, v = state
             if t in (1, 4):
                 new = torch.linalg.svd(g, full_matrices=False).Vh[:RANK].T
@@ -76,8 +75,8 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
         optimizer.step(lr=0.01)
     for name, p in model.named_parameters():
         if (name, 0) in exact:
-            expected = torch.cat([exact[name, i][0] for i in range(len(optimizer.place.rows[name]))])
+            expected = torch.cat([exact[name, i][0] for i in range(len(optimizer.rows[name]))])
             off = (p.detach().double() - expected).norm() / (expected - before[name]).norm()
             assert off < 1e-2, f"{name} is off by {off:.1e} of its way: more than the iteration's error"
-            states = optimizer.place.states[name]
+            states = optimizer.states[name]
             assert states["exp_avg"].shape == states["exp_avg_sq"].shape == (len(p), RANK)

@@ -24,9 +24,8 @@ from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_device import OnDevice
-from optimizers.optimizer import Optimizer
-from optimizers.place import local
 from runtime import memory, memory_advice
+from runtime.distributed import local
 from runtime.memory import GIB, RunShape
 from tests.watch import Watch, bytes_of_weights
 
@@ -218,8 +217,7 @@ def peak_of_step(config, run, update):
             fully_shard(model, reshard_after_forward=False, **options)
 
     model = build(config, run, shard)
-    optimizer = Optimizer(model, run.rule, OnDevice(), grad_clip=1.0)
-    place = optimizer.place
+    optimizer = OnDevice(model, run.rule, grad_clip=1.0)
     tokens = torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
 
     def step(update=True):
@@ -233,7 +231,7 @@ def peak_of_step(config, run, update):
             optimizer.step(1e-3)
 
     step()
-    state = (place.masters, place.states, place.parameters, place.sums)
+    state = (optimizer.masters, optimizer.states, optimizer.parameters, optimizer.sums)
     if config.tie_embeddings and not run.sync_every_micro_batch:
         # Watch is a mode, and under a mode autograd does not add the float32 gradients of a tied weight in place.
         before = sum(local(tensor.detach()).nbytes for tensor in tree_leaves(state))

@@ -12,7 +12,6 @@ from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
 from optimizers.on_device import OnDevice
-from optimizers.optimizer import Optimizer
 from tests.runs import assert_close, numbers
 from tests.test_optimizers import llama
 
@@ -61,9 +60,9 @@ def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradient
 def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule, config, owned, monkeypatch):
     monkeypatch.setattr("optimizers.muon.OWNED", owned)
     models = [llama(config), llama(config)]
-    muon, adamw = (Optimizer(m, rule, OnDevice()) for m, rule in zip(models, (rule, AdamW()), strict=True))
+    muon, adamw = (OnDevice(m, rule) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
-    parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(muon.place.rows[name])]
+    parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(muon.rows[name])]
              for name, p in matrices.items()}  # fmt: skip
     assert sum(map(len, parts.values())) == 7 * config.n_layer
 
@@ -72,14 +71,14 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
             p.grad = gradients[name].clone()
         adamw.step(lr)
         for name in parts:
-            split = gradients[name].double().split(muon.place.rows[name])
+            split = gradients[name].double().split(muon.rows[name])
             parts[name] = [formula(*of, g, lr, 100 * lr, rule) for of, g in zip(parts[name], split, strict=True)]
 
     train_on_random_gradients(models[0], muon, watch=watch)
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if name in parts:
             torch.testing.assert_close(ours.double(), torch.cat([w for w, *_ in parts[name]]), rtol=1e-4, atol=1e-5)
-            assert muon.place.states[name].keys() == rule.matrix_states(name, ours.shape, muon.place.rows[name]).keys()
+            assert muon.states[name].keys() == rule.matrix_states(name, ours.shape, muon.rows[name]).keys()
         else:
             assert torch.equal(ours, theirs), name
 
@@ -88,7 +87,7 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     models = [llama(CONFIG), llama(CONFIG)]
     ours, theirs = models
-    optimizer = Optimizer(ours, Muon(), OnDevice())
+    optimizer = OnDevice(ours, Muon())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())
     pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")

@@ -20,7 +20,6 @@ from optimizers import on_disk
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import OnDisk
-from optimizers.optimizer import Optimizer
 from optimizers.state_file import StateFile, page_aligned
 from runtime import memory_advice
 from runtime.checkpoint import newest
@@ -50,12 +49,12 @@ def same_as_in_memory(train, tmp_path, drive):
 
     def compare(**settings):
         train(**settings, out_dir=tmp_path / "memory")
-        place = train(**settings, offload_dir=drive)["optimizer"].place
-        assert isinstance(place, OnDisk) and len(place.pieces) > 1.2 * len(place.parameters), "cut by rows"
+        optimizer = train(**settings, offload_dir=drive)["optimizer"]
+        assert isinstance(optimizer, OnDisk) and len(optimizer.pieces) > 1.2 * len(optimizer.parameters), "cut by rows"
         assert losses(tmp_path / "out") == losses(tmp_path / "memory")
         for checkpoint in (tmp_path / "memory").glob("step_*"):
             assert weights(tmp_path / "out" / checkpoint.name) == weights(checkpoint), checkpoint.name
-        return place
+        return optimizer
 
     return compare
 
@@ -136,9 +135,9 @@ def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
     emptied = []
     monkeypatch.setattr(StateFile, "write", lambda *args: (time.sleep(0.03), write(*args)))  # longer than a forward
     monkeypatch.setattr(StateFile, "let_go", lambda self: emptied.append(1) or let_go(self))
-    place = same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3, eval_interval=2)
-    assert not place.moving, "the last checkpoint was written before the file was"
-    once_for_each_master = len(place.masters)
+    optimizer = same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3, eval_interval=2)
+    assert not optimizer.moving, "the last checkpoint was written before the file was"
+    once_for_each_master = len(optimizer.masters)
     assert len(emptied) == once_for_each_master + 2, "before the first update, and after the checkpoint in the middle"
 
 
@@ -163,9 +162,9 @@ def test_new_masters_do_not_stay_in_memory(drive):
     model = Llama(LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=256, ffn_dim=512, vocab_size=512, block_size=8))
     model.init_weights(1)
     file = StateFile(drive, 2**24)
-    place = Optimizer(model.bfloat16(), AdamW(), OnDisk(file)).place
+    optimizer = OnDisk(model.bfloat16(), AdamW(), file=file)
     assert resident_bytes(file) == 0
-    assert all(torch.equal(place.masters[name], p.float()) for name, p in model.named_parameters())
+    assert all(torch.equal(optimizer.masters[name], p.float()) for name, p in model.named_parameters())
     assert resident_bytes(file) >= sum(4 * p.numel() for p in model.parameters())
 
 
@@ -232,12 +231,12 @@ def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
     config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=256, ffn_dim=512, vocab_size=40_000, block_size=8)
     run = RunShape(1, offload="all", rule=rule, offload_dir="there")
     model = Llama(config).bfloat16()
-    place = Optimizer(model, rule, OnDisk(StateFile(tmp_path, 2**27))).place
+    optimizer = OnDisk(model, rule, file=StateFile(tmp_path, 2**27))
     expected = memory_advice.disk_bytes(config, run)
-    assert expected == sum(state_bytes(name, p, place.rows[name], run) for name, p in place.parameters.items())
-    assert expected <= place.file.end <= expected + 4096 * 5 * len(place.parameters)
+    assert expected == sum(state_bytes(name, p, optimizer.rows[name], run) for name, p in optimizer.parameters.items())
+    assert expected <= optimizer.file.end <= expected + 4096 * 5 * len(optimizer.parameters)
     parts = {part.name: part.bytes for part in memory_advice.cpu_parts(config, run)}
-    assert sum(map(len, place.buffers)) == pytest.approx(parts["buffers of offload_dir"], rel=0.02)
+    assert sum(map(len, optimizer.buffers)) == pytest.approx(parts["buffers of offload_dir"], rel=0.02)
 
 
 @pytest.mark.usefixtures("published_model")

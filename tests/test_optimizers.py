@@ -46,7 +46,7 @@ def set_gradients(model, value):
 def optimizer_of(dtype, weight_decay=0.0, **options):
     """AdamW over a matrix and a vector whose gradients are ones."""
     model = torch.nn.Linear(8, 4).to(dtype)
-    optimizer = Optimizer(model, AdamW(weight_decay=weight_decay), OnDevice(), **options)
+    optimizer = OnDevice(model, AdamW(weight_decay=weight_decay), **options)
     set_gradients(model, 1.0)
     return model, optimizer
 
@@ -63,7 +63,7 @@ def whole_states(optimizer):
 @pytest.mark.parametrize("place", [OnDevice, OnCPU])
 def test_a_missing_gradient_and_one_that_is_not_accumulated_end_the_step(place):
     model = llama()
-    optimizer = Optimizer(model, AdamW(), place())
+    optimizer = place(model, AdamW())
     set_gradients(model, 1.0)
     model.norm.weight.grad = None
     with pytest.raises(RuntimeError, match="norm.weight has no gradient"):
@@ -83,13 +83,13 @@ def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weigh
     tokens = torch.arange(8)[None]
     for streams in (False, True):
         model = llama()
-        optimizer = Optimizer(model, AdamW(), OnCPU(StreamedWeights(model, "cpu") if streams else None))
+        optimizer = OnCPU(model, AdamW(), streamed=StreamedWeights(model, "cpu") if streams else None)
         model.hidden(tokens).square().mean().backward()
         model.lm_head.weight.grad = torch.ones(11, 8)
         optimizer.step(0.1)
         with torch.no_grad():
             early = model.hidden(tokens)
-            optimizer.place.finish()
+            optimizer.finish()
             assert torch.equal(model.hidden(tokens), early)
 
 
@@ -122,10 +122,10 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
     for _ in range(64):
         set_gradients(model, 2**-12)
         optimizer.accumulate()
-    assert optimizer.place.gradients()["weight"][0, 0].item() == 1 + 2**-6, "in the weights' dtype it would stay at 1"
+    assert optimizer.gradients()["weight"][0, 0].item() == 1 + 2**-6, "in the weights' dtype it would stay at 1"
     for _ in range(100):
         optimizer.step(lr=1e-4)
-        optimizer.place.sums["weight"].fill_(1.0)
+        optimizer.sums["weight"].fill_(1.0)
     assert model.weight[0, 0].item() == pytest.approx(0.99, abs=2**-8), "steps of 1e-4 round to nothing at 1"
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_holds_whole_weights_even_if_masters_are_in_halves(monkeypa
     assert any((masters[name, ""].bfloat16() != masters[name, ""]).any() for name in optimizer.parameters)
     for (name, parameter), like in zip(model.named_parameters(), other_model.parameters(), strict=True):
         other.set_weight(name, masters[name, ""])
-        assert torch.equal(parameter, like) and torch.equal(optimizer.place.masters[name], other.place.masters[name])
+        assert torch.equal(parameter, like) and torch.equal(optimizer.masters[name], other.masters[name])
 
 
 @pytest.mark.parametrize("place, dtype, rule, expected", [
@@ -152,13 +152,13 @@ def test_a_checkpoint_holds_whole_weights_even_if_masters_are_in_halves(monkeypa
 def test_state_per_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
     model = Llama(CONFIG_IN_ROWS).to(dtype)
     run = RunShape(1, dtype=str(dtype)[6:], offload="none" if place is OnDevice else "all", rule=rule)
-    place = Optimizer(model, rule, place()).place
+    optimizer = place(model, rule)
     total = 0
     for name, parameter in model.named_parameters():
-        n_bytes = sum(x.nbytes for x in place.states[name].values())
-        if place.masters[name].data_ptr() != parameter.data_ptr():
-            n_bytes += place.masters[name].nbytes
-        assert n_bytes == state_bytes(name, parameter, place.rows[name], run), name
+        n_bytes = sum(x.nbytes for x in optimizer.states[name].values())
+        if optimizer.masters[name].data_ptr() != parameter.data_ptr():
+            n_bytes += optimizer.masters[name].nbytes
+        assert n_bytes == state_bytes(name, parameter, optimizer.rows[name], run), name
         total += n_bytes
     assert expected is None or total == expected * model.n_params()
 
@@ -168,7 +168,7 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
     model = llama()
     frozen = {name: p for name, p in model.named_parameters() if "mlp" in name}
     before = {name: p.requires_grad_(False).clone() for name, p in frozen.items()}
-    optimizer = Optimizer(model, AdamW(), place(), grad_clip=1.0)
+    optimizer = place(model, AdamW(), grad_clip=1.0)
     tokens = torch.arange(8)[None]
     first = model(tokens, tokens)
     first.backward()
@@ -177,7 +177,7 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
     assert all(torch.equal(p, before[name]) for name, p in frozen.items())
     assert not [name for name, _ in optimizer.tensors() if ".mlp." in name] and not optimizer.parameters.keys() & frozen
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        Optimizer(model.requires_grad_(False), AdamW(), place())
+        place(model.requires_grad_(False), AdamW())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     model = llama(CONFIG_IN_ROWS, dtype)
-    optimizer = Optimizer(model, rule, OnDevice())
+    optimizer = OnDevice(model, rule)
 
     def step(first):
         for p in model.parameters():
@@ -227,8 +227,8 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
 def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another(
     train, tmp_path, monkeypatch, capsys, settings, n_states, other
 ):
-    monkeypatch.setattr("optimizers.rules.GaLore", functools.partial(GaLore, interval=3))
-    states = train(**settings, keep_last=5)["optimizer"].place.states
+    monkeypatch.setattr("optimizers.GaLore", functools.partial(GaLore, interval=3))
+    states = train(**settings, keep_last=5)["optimizer"].states
     assert n_states == tuple(len(states[name]) for name in ("tok_embeddings.weight", "layers.0.mlp.down_proj.weight"))
     whole = losses(tmp_path / "out")
     assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
@@ -291,8 +291,8 @@ def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_back
 def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
     """Three updates of three micro-batches each, the second one with a NaN."""
     models = [llama(dtype=dtype), llama(dtype=dtype)]
-    places = zip(models, (OnDevice(), OnCPU()), strict=True)
-    both = [Optimizer(model, AdamW(), place, grad_clip=1.0, scales_loss=True) for model, place in places]
+    places = zip(models, (OnDevice, OnCPU), strict=True)
+    both = [place(model, AdamW(), grad_clip=1.0, scales_loss=True) for model, place in places]
     for update in range(3):
         for _ in range(3):
             gradients = [2**10 * torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
@@ -318,9 +318,8 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gradients_of_the_gpu_add_up_and_are_never_those_of_the_step_before():
     models = [llama().cuda(), llama().cuda()]
-    ours, expected = (
-        Optimizer(model, AdamW(), place) for model, place in zip(models, (OnCPU(), OnDevice()), strict=True)
-    )
+    ours = OnCPU(models[0], AdamW())
+    expected = OnDevice(models[1], AdamW())
     tokens = torch.arange(8, device="cuda")[None]
     for _ in range(2):
         for model, optimizer in zip(models, (ours, expected), strict=True):
@@ -341,7 +340,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule
     models = [Llama(CONFIG_IN_ROWS).to("cuda", dtype) for _ in range(2)]
     models[0].init_weights(0)
     models[1].load_state_dict(models[0].state_dict())
-    plain, replayed = (Optimizer(model, rule, OnDevice(), 1.0, scales_loss=True) for model in models)
+    plain, replayed = (OnDevice(model, rule, 1.0, scales_loss=True) for model in models)
     gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
     gradients[0][3] = math.inf
     static = [torch.empty_like(p) for p in models[0].parameters()]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optimizers.place import local
+from runtime.distributed import local
 
 
 class Watch(TorchDispatchMode):
