@@ -81,7 +81,7 @@ def measure(s: SimpleNamespace) -> dict:
     # the first time writes new pages of both files
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     return {
-        "direct": file.direct, "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
+        "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
         "update_gb_per_s": n_bytes / medians["update"] / 1e9, "plain_gb_per_s": n_bytes / medians["plain"] / 1e9,
         "plain_threads": PLAIN_THREADS, "ratio": medians["plain"] / medians["update"], "seconds": seconds,
     }  # fmt: skip

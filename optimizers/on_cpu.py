@@ -46,11 +46,6 @@ def sum_of_squares(x: torch.Tensor) -> float:
     return sum(torch.dot(part, part).item() for part in in_float32(x))
 
 
-def group_of(name: str) -> str:
-    """The group of a parameter: 'layers.3.' or '', the root's."""
-    return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
-
-
 class OnCPU(Optimizer):
     """streamed: the model's weights, if they stay in CPU memory and FSDP does not move them."""
 
@@ -64,7 +59,7 @@ class OnCPU(Optimizer):
         for name in rule.c_files:  # without a compiler it fails here, not in the first update
             c_library(name)
         super().__init__(model, rule, **options)
-        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        n_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
         self.worker = worker_thread()  # runs tasks in order: sums, then updates, then the next sums
         self.pending: list[Future] = []  # work on gradients since the last update
@@ -76,15 +71,14 @@ class OnCPU(Optimizer):
         self.copying_group = None
         on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # then all are on the GPU
         self.stream = torch.cuda.Stream() if on_gpu else None
-        # By module: the root's own parameters, then each layer's.
-        modules = {"": model} | {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
-        self.groups = {group: [] for group in modules}
-        for name in self.parameters:
-            self.groups[group_of(name)].append(name)
-        for group, module in modules.items():
+        # The parameters' names by what they begin with: first the root's own, then each layer's.
+        layers = {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
+        self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
+        for group in layers:
+            self.groups[group] = [name for name in self.parameters if name.startswith(group)]
+        for group, module in ({"": model} | layers).items():
             module.register_forward_pre_hook(partial(torch.compiler.disable(self._wait_for), group), prepend=True)
-        for group, names in self.groups.items() if on_gpu else ():
-            for name in names:
+            for name in self.groups[group] if on_gpu else ():
                 shard = local(self.parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 self.parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))

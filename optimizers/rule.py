@@ -74,13 +74,10 @@ class Rule:
 
 
 class MatrixRule(Rule):
-    """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms."""
+    """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms.
 
-    def matrix_states(self, name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> States:
-        raise NotImplementedError
-
-    def update_matrices(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
-        raise NotImplementedError
+    It defines matrix_states and update_matrices, which are states and update for these matrices.
+    """
 
     def states(self, name, shape, rows):
         if is_matrix_of_a_block(name, shape):

@@ -12,7 +12,7 @@ half-written state, and two runs may share a folder if there is room.
 read() and write() are direct (O_DIRECT): the drive copies from and to the memory, bypassing the page cache, and
 lengths, offsets and addresses are multiples of 4 KiB. The tensors are the same bytes through the page cache, for
 single passes over them: checkpoints. The two ways never mix: let_go() writes the page cache's changes to the drive and
-empties it. If the file system has no direct I/O, read() and write() go through the page cache and then empty it.
+empties it.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -32,11 +31,6 @@ from runtime.distributed import local_world_size, on_all_ranks, print0, stop_on_
 
 PAGE = 4096  # direct I/O reads and writes multiples of this
 THREADS = 4  # to read and write
-
-
-def as_bytes(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
 
 
 def whole_pages(n_bytes: int) -> int:
@@ -52,8 +46,6 @@ def page_aligned(n_bytes: int) -> torch.Tensor:
 
 
 class StateFile:
-    """direct: True if the file system has direct I/O."""
-
     def __init__(self, folder: str, n_bytes: int):
         """Reserve n_bytes on the folder's drive; zeros() reserves more. OSError if it cannot."""
         self.folder = folder
@@ -61,7 +53,8 @@ class StateFile:
         self.threads = ThreadPoolExecutor(THREADS)
         try:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-            self.direct = self._use_direct_io()
+            flags = fcntl.fcntl(self.file, fcntl.F_GETFL)
+            fcntl.fcntl(self.file, fcntl.F_SETFL, flags | os.O_DIRECT)
             os.posix_fallocate(self.file.fileno(), 0, max(n_bytes, PAGE))
             # Longer than reserved: a hole takes no room, and the file is mapped only once.
             size = 2 * whole_pages(n_bytes) + 2**26
@@ -69,7 +62,8 @@ class StateFile:
             self.mapping = mmap.mmap(self.file.fileno(), size)
         except OSError as error:
             needed = f"offload_dir {folder} cannot take the state, {n_bytes / 2**30:.1f} GiB"
-            raise OSError(f"{needed}: {error.strerror}") from error
+            why = "its file system has no direct I/O" if error.errno == errno.EINVAL else error.strerror
+            raise OSError(f"{needed}: {why}") from error
         self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -101,40 +95,18 @@ class StateFile:
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _move(self, system_call, x, memory):
+        """os.preadv or os.pwritev of whole pages. Both release the GIL."""
+        buffer = memoryview(memory[: whole_pages(x.nbytes)].numpy())
+        offset = x.data_ptr() - self.bytes.data_ptr()
         try:
-            self._transfer(system_call, x.data_ptr() - self.bytes.data_ptr(), memory[: whole_pages(x.nbytes)])
+            while buffer:
+                n = system_call(self.file.fileno(), [buffer], offset)
+                assert n, f"{self.folder}: the file ends at byte {offset}"
+                buffer = buffer[n:]
+                offset += n
         except OSError as error:
             lost = "the state there is lost, but the same command resumes from the newest checkpoint"
             raise OSError(f"offload_dir {self.folder}: {error.strerror}; {lost}") from error
-
-    def _transfer(self, system_call: Callable, begin: int, memory: torch.Tensor) -> None:
-        """os.preadv or os.pwritev of all of memory. Both release the GIL."""
-        buffer = as_bytes(memory)
-        offset = begin
-        while buffer:
-            n = system_call(self.file.fileno(), [buffer], offset)
-            assert n, f"{self.folder}: the file ends at byte {offset}"
-            buffer = buffer[n:]
-            offset += n
-        if not self.direct:
-            os.posix_fadvise(self.file.fileno(), begin, len(memory), os.POSIX_FADV_DONTNEED)
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Before the run
-
-    def _use_direct_io(self) -> bool:
-        """False if the file system has none."""
-        fd = self.file.fileno()
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwritev(fd, [as_bytes(page_aligned(PAGE))], 0)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # of no direct I/O
-                raise
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-            return False
-        return True
 
 
 def open_state_file(offload_dir: str, n_bytes: float) -> StateFile:
@@ -147,8 +119,7 @@ def open_state_file(offload_dir: str, n_bytes: float) -> StateFile:
     with stop_on_error():
         on_all_ranks(lambda: _require_room(folder, n_bytes * local_world_size))
         file = on_all_ranks(lambda: StateFile(folder, n_bytes))
-    how = "" if file.direct else ": not read and written directly, which its file system does not support"
-    print0(f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}{how}")
+    print0(f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}")
     return file
 
 
