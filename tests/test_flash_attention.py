@@ -55,15 +55,12 @@ DOCUMENTS = {"whole": None, "documents": [(5, 6, 32, 33), (17, 48, 66)]}
 CASES = [(FP32, (4, 1), 16), (FP64, (2, 1), 128), (FP16, (2, 2), 64), (BF16, (8, 2), 32), (BF16, (2, 1), 128)]
 
 
-@pytest.mark.parametrize("dtype, heads, head_dim", CASES, ids=str)
-def test_forward_and_every_gradient_match_float64(dtype, heads, head_dim):
-    assert_exact(DOCUMENTS["documents"], 70, heads, head_dim, dtype)
-
-
-@pytest.mark.parametrize("n_time", [0, 1, 31, 32, 33])
-def test_any_number_of_tokens(n_time):
-    for rows in (None, [(1,), (n_time // 2,)]):
-        assert_exact(rows, n_time)
+@pytest.mark.parametrize("n_time, dtype, heads, head_dim", [
+    *((70, *case) for case in CASES),
+    *((n_time, FP32, (2, 1), 16) for n_time in (31, 32)),  # test_kernels.py has others
+], ids=str)  # fmt: skip
+def test_forward_and_every_gradient_match_float64(n_time, dtype, heads, head_dim):
+    assert_exact(DOCUMENTS["documents"], n_time, heads, head_dim, dtype)
 
 
 @pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)

@@ -99,14 +99,18 @@ VARIANTS = [
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def apart(config, tensors):
-    """Tensors by the names of plain_llama.py, which has every matrix by itself."""
+def plain_names(name):
+    """The names in plain_llama.py for one of ours."""
+    module = name.split(".")[-2]
+    return [name.replace(module, part) for part in PACKED.get(module, (module,))]
+
+
+def apart(config, tensors, names_of):
+    """Tensors by the names of another implementation, which has every matrix by itself."""
     found = {}
     for name, x in tensors.items():
-        module = name.split(".")[-2]
-        parts = PACKED.get(module, (module,))
-        for part, matrix in zip(parts, x.split(config.packed_rows.get(module, (len(x),))), strict=True):
-            found[name.replace(module, part)] = matrix
+        rows = config.packed_rows.get(name.split(".")[-2], (len(x),))
+        found |= zip(names_of(name), x.split(rows), strict=True)
     return found
 
 
@@ -124,12 +128,12 @@ def test_model_is_plain_llama(n_kv_head, factor, tied, activation, arm, n_time, 
     model = of_variant(n_kv_head, factor, tied, **arm)
     tokens, targets = batch(n_time=n_time)
     plain = PlainLlama(model.config).to(DEVICE, FP64)
-    plain.load_state_dict(apart(model.config, dict(model.named_parameters())), strict=not tied)
+    plain.load_state_dict(apart(model.config, dict(model.named_parameters()), plain_names), strict=not tied)
     assert error(model(tokens), plain(tokens)) < 1e-12
     found = loss_and_gradients(model, tokens, targets)
     truth = loss_and_gradients(plain, tokens, targets)
     assert error(found.pop("loss"), truth.pop("loss")) < 1e-12
-    assert_close(apart(model.config, found), truth, 1e-12)
+    assert_close(apart(model.config, found, plain_names), truth, 1e-12)
 
 
 @pytest.mark.parametrize("n_kv_head, factor, tied, activation", VARIANTS)
@@ -137,13 +141,7 @@ def test_model_is_hugging_faces(n_kv_head, factor, tied, activation, monkeypatch
     monkeypatch.setattr(model_module, "ACTIVATION", activation)
     model = of_variant(n_kv_head, factor, tied, **PLAIN)
     hf = hf_llama(model.config, ACTIVATIONS[activation]).to(DEVICE, FP64)
-    theirs = dict(hf.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
-            for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
-                part.copy_(value)
-    assert not theirs, f"no weight of ours went into {list(theirs)}"
+    hf.load_state_dict(apart(model.config, dict(model.named_parameters()), hf_names), strict=not tied)
     tokens, targets = batch(n_time=SMALL.block_size)
     logits = model(tokens)
     found = loss_and_gradients(model, tokens, targets)
@@ -151,10 +149,10 @@ def test_model_is_hugging_faces(n_kv_head, factor, tied, activation, monkeypatch
     # their loss would shift the targets again
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
     their_loss.backward()
-    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
     assert error(logits, their_logits) < 3e-6
     assert error(found.pop("loss"), their_loss) < 3e-6
-    assert_close(found, {name: torch.cat([theirs[n] for n in hf_names(name)]) for name in found}, 3e-6)
+    truth = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    assert_close(apart(model.config, found, hf_names), truth, 3e-6)
     if factor:
         unscaled = of_variant(n_kv_head, None, tied, **PLAIN)
         assert error(unscaled(tokens), their_logits) > 1e-3, "the scaling made no difference: the test would miss it"

@@ -188,7 +188,7 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     command = [sys.executable, "train.py", "config/baby_llama.py", "--dataset=data/pystdlib/"]
-    command += ["--max_iters=3", "--device=cpu", "--n_layer=1", "--n_embd=32", "--ffn_dim=32", "--batch_size=64"]
+    command += ["--max_iters=3", "--device=cpu", "--n_layer=1", "--n_head=2", "--n_embd=8", "--ffn_dim=8"]
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     other = subprocess.Popen([*command, "--eval_iters=1", "--out_dir=other"], **options)
     done = subprocess.run(command, **options)
