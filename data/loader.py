@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,13 +89,14 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
 def read_ahead(read: Callable[[int], Any], steps: Iterable[int]) -> Iterator[Any]:
     """Yield read(step) for each step, while a thread reads the next one."""
     thread = ThreadPoolExecutor(1)
-    pending = deque()
+    pending = None
     for step in steps:
-        pending.append(thread.submit(read, step))
-        if len(pending) == 2:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+        following = thread.submit(read, step)
+        if pending:
+            yield pending.result()
+        pending = following
+    if pending:
+        yield pending.result()
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:

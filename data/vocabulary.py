@@ -138,10 +138,7 @@ class HuggingFace(Tokenizer):
 
         added = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
         names = [name for name in named_tokens(config).values() if name in ids]
-        named = [added.get(name) or AddedToken(name) for name in names]
-        for token in named:
-            token.special = True
-        self.backend.add_tokens(named)
+        self.backend.add_special_tokens([added.get(name) or AddedToken(name) for name in names])
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8

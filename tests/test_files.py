@@ -5,9 +5,7 @@ import os
 import pytest
 
 from data.files import read_small
-from tests.datasets import documents_of, toy_dataset
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
+from tests.datasets import LFS_POINTER, documents_of, toy_dataset
 
 
 def test_a_small_file_is_read_and_a_large_one_a_pipe_a_device_or_an_lfs_pointer_is_refused(tmp_path):

@@ -104,17 +104,6 @@ def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_
         Packed(Tokens(tmp_path, "train"), 0, None, 0)
 
 
-def test_wrong_tokens_and_an_empty_mask_are_named(chats, tmp_path):
-    train, _ = open_dataset(chats, 48, seed=0, mask_documents=True)
-    train.meta |= {"vocab_size": 200}
-    with pytest.raises(ValueError, match="train.bin holds token 256, but vocab_size is 200"):
-        train.read([0])
-    write(tmp_path, [10] * 16)
-    (tmp_path / "val.mask").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val.mask has 0 bytes, but the 24 uint8 tokens"):
-        Tokens(tmp_path, "val")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
 

@@ -22,7 +22,7 @@ from data.vocabulary import TextStream
 from data.write import write_dataset
 from model import LlamaConfig
 from runtime.resume import hf_files
-from tests.datasets import TEXTS, package_file
+from tests.datasets import LFS_POINTER, TEXTS, package_file
 from tests.published import smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
@@ -31,18 +31,45 @@ SPECIAL = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 
 
-def write_hf_folder(folder, bos=None, **config):
-    """A small byte-level BPE, as transformers saves it; bos: the token that its post-processor puts first."""
+def byte_level(special):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([prose(i, 500) for i in range(10)], trainer)
+    return trained(tokenizer, tokenizers.trainers.BpeTrainer, special, alphabet)
+
+
+def metaspace(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return trained(tokenizer, tokenizers.trainers.BpeTrainer, special, list("<>/[]CLSké"))
+
+
+def unigram(special):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.normalizer = tokenizers.normalizers.NFKC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    return trained(tokenizer, tokenizers.trainers.UnigramTrainer, special, list("<>/[]CLSk"), unk_token="<unk>")
+
+
+def trained(tokenizer, trainer, special, alphabet, **options):
+    options |= dict(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([prose(i, 500) for i in range(10)], trainer(**options))
+    return tokenizer
+
+
+def put_first(bos, tokenizer):
+    """Let a tokenizer's post-processor put this token before every text."""
+    first = dict(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+
+
+def write_hf_folder(folder, bos=None, **config):
+    """A small byte-level BPE, as transformers saves it; bos: the token that its post-processor puts first."""
+    tokenizer = byte_level(SPECIAL)
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
     if bos:
-        first = dict(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+        put_first(bos, tokenizer)
     tokenizer.add_tokens(["\u0120the"])  # in the vocabulary, but not special
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
     tokenizer.enable_padding(length=8)
@@ -143,6 +170,12 @@ def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
     assert stream.end() == "\ufffd" and stream.end() == ""
 
 
+def write_files(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
 def hf_ids(folder, text):
     """The ids from transformers' AutoTokenizer, with special tokens spelled out in the text kept as text."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -176,8 +209,7 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     special = {"<|end_of_text|>": 300, "<|begin_of_text|>": 301} if name == "llama3" else {"<|endoftext|>": 300}
     bos = [301] if name == "llama3" else []
     ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
-    for file, content in ours.hf_files().items():
-        (tmp_path / file).write_bytes(content)
+    write_files(tmp_path, ours.hf_files())
     told = json.loads((tmp_path / "tokenizer_config.json").read_bytes())  # older transformers and llama.cpp
     assert told["clean_up_tokenization_spaces"] is told["add_prefix_space"] is False
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
@@ -191,33 +223,6 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
         assert hf_ids(tmp_path, text) == [*bos, *ours.encode(text)] == [*bos, *again.encode(text)], text
 
 
-def byte_level(special):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    return tokenizer, tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-
-
-def metaspace(special):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return tokenizer, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=list("<>/[]CLSk"), show_progress=False
-    )
-
-
-def unigram(special):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
-    tokenizer.normalizer = tokenizers.normalizers.NFKC()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    return tokenizer, tokenizers.trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=special, unk_token="<unk>", initial_alphabet=list("<>/[]CLSk"),
-        show_progress=False,
-    )  # fmt: skip
-
-
 ADDED = ["<think>", "</think>", "foo", "Th e", "é", "THE", " lead", "trail "]
 
 
@@ -225,8 +230,7 @@ ADDED = ["<think>", "</think>", "foo", "Th e", "é", "THE", " lead", "trail "]
 def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tmp_path):
     special = ["<unk>", "<s>", "</s>", "[CLS]"]
     rng = random.Random(0)
-    tokenizer, trainer = kind(special)
-    tokenizer.train_from_iterator([prose(i, 500) for i in range(6)], trainer)
+    tokenizer = kind(special)
     plain = tokenizer.to_str()
     known = [tokenizer.id_to_token(i) for i in (20, 30)]
     for trial in range(8):
@@ -257,8 +261,7 @@ def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tm
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers(name, special, tmp_path):
     token = "<|end_of_text|>" if name == "llama3" else "<|endoftext|>"
-    for file, content in small_encoding(name, token).hf_files().items():
-        (tmp_path / file).write_bytes(content)
+    write_files(tmp_path, small_encoding(name, token).hf_files())
     (tmp_path / "config.json").write_text(json.dumps({"nanocria_tokenizer": name, "bos_token_id": None}))
     assert get_tokenizer(tmp_path).name == published_name(tmp_path, name) == name
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -278,13 +281,12 @@ def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     assert get_tokenizer(tmp_path / "hf").named_tokens == {"eos_token": "<|im_end|>"}
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}).encode()
 
 
 @pytest.mark.parametrize("file, content, message", [
     ("config.json", b'{"vocab_size": 300}', "no tokenizer.json or tokenizer.model in .*hf download meta-llama"),
-    *((file, LFS, f"{file} is a git-lfs pointer") for file in (
+    *((file, LFS_POINTER, f"{file} is a git-lfs pointer") for file in (
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model")),
     *((file, b"{" * 10**5, f"{file} has more than 90,000 bytes") for file in ("tokenizer.json", "tokenizer.model")),
     ("tokenizer.json", b'{"version": "1.0"', "hf/tokenizer.json is damaged: "),
@@ -329,25 +331,19 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("published", [*PUBLISHED, "llama3", "gpt2", "sentencepiece"])
 def test_transformers_begins_texts_as_the_data_does(published, tmp_path):
+    name = tmp_path / "hf"
     if published == "llama3":
         name = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
     elif published == "sentencepiece":  # as Llama 2's: transformers builds its own from the vocabulary
-        name = tmp_path / "hf"
-        tokenizer, trainer = metaspace(["<unk>", "<s>", "</s>"])
-        tokenizer.train_from_iterator([prose(i, 500) + " é" for i in range(6)], trainer)
-        first = dict(single="<s> $A", special_tokens=[("<s>", 1)])
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+        tokenizer = metaspace(["<unk>", "<s>", "</s>"])
+        put_first("<s>", tokenizer)
         name.mkdir()
         tokenizer.save(str(name / "tokenizer.json"))
         config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
         (name / "tokenizer_config.json").write_text(json.dumps(config))
     elif published == "gpt2":
-        name = tmp_path / "hf"
-        name.mkdir()
-        for file, content in small_encoding("gpt2").hf_files().items():
-            (name / file).write_bytes(content)
+        write_files(name, small_encoding("gpt2").hf_files())
     else:
-        name = tmp_path / "hf"
         write_hf_folder(name, **PUBLISHED[published])
         (name / "special_tokens_map.json").write_text(json.dumps({"bos_token": PUBLISHED[published].get("bos")}))
     tokenizer = tokenizer_for_data(str(name))
@@ -355,9 +351,7 @@ def test_transformers_begins_texts_as_the_data_does(published, tmp_path):
     config = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2, vocab_size=600, block_size=8)
     files = hf_files(None, config, meta["tokenizer"], "float32", meta, tmp_path / "data")
     trained = Tokens(tmp_path / "data", "train").shards[0][:].tolist()[:-1]
-    (tmp_path / "out").mkdir()
-    for file, content in files.items():
-        (tmp_path / "out" / file).write_bytes(content)
+    write_files(tmp_path / "out", files)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("he é").input_ids == trained
     config = json.loads(files["config.json"])
@@ -471,8 +465,7 @@ def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
 @pytest.mark.parametrize("added", [None, {"id": 128256, "content": "<think>"}, {"id": 128002, "content": "<think>"}])
 def test_llama3_is_known_by_its_vocabulary_and_with_additions_it_is_another(added, tmp_path):
     """<think> is 128002 in SmolLM3, which takes a reserved token of Llama 3 for it."""
-    for file, content in get_tokenizer(package_file("llama_models", "llama3/tokenizer.model")).hf_files().items():
-        (tmp_path / file).write_bytes(content)
+    write_files(tmp_path, get_tokenizer(package_file("llama_models", "llama3/tokenizer.model")).hf_files())
     (tmp_path / "tokenizer.model").unlink()
     content = json.loads((tmp_path / "tokenizer.json").read_bytes())
     if added:

@@ -249,13 +249,15 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dt
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.mask"])
-def test_a_file_cut_while_training_is_a_sentence(strangers, name):
+def test_a_file_cut_while_training_or_before_is_a_sentence(strangers, name):
     folder = strangers()
     train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
     train.sequences(0, 1)
     os.truncate(folder / name, 5)
     with pytest.raises(ValueError, match=rf"{name} has been cut since it was opened"):
         train.sequences(0, 1)
+    with pytest.raises(ValueError, match=rf"{name} has 5 bytes, but the 11 uint"):
+        Tokens(folder, "train")
 
 
 def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_path):
@@ -301,15 +303,7 @@ def test_second_writer_in_a_folder_is_rejected_and_the_first_completes(tmp_path)
     assert [documents_of(tmp_path, split) for split in ("train", "val")] == [["first"], ["second"]]
 
 
-def test_pystdlib_is_prepared_once(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(pystdlib, "prepare", lambda folder: calls.append(toy_dataset(folder)))
-    for _ in range(2):
-        prepare_once(tmp_path)
-    assert documents_of(tmp_path, "val") == ["third"] and len(calls) == 1
-
-
-def test_a_strangers_folder_called_pystdlib_runs_nothing(tmp_path, monkeypatch):
+def test_a_strangers_folder_called_pystdlib_runs_nothing_and_ours_is_prepared_once(tmp_path, monkeypatch):
     folder = tmp_path / "pystdlib"
     folder.mkdir()
     (folder / "prepare.py").write_text(f"open({str(tmp_path / 'has run')!r}, 'w')\ndef prepare(folder): pass")
@@ -317,9 +311,12 @@ def test_a_strangers_folder_called_pystdlib_runs_nothing(tmp_path, monkeypatch):
     for name in (folder, f"{folder}/", tmp_path / "data/pystdlib", folder / ".." / "pystdlib"):
         with pytest.raises(FileNotFoundError, match="not a finished dataset"):
             open_dataset(str(name), 4, 0)
-    monkeypatch.setattr(pystdlib, "prepare", lambda folder: toy_dataset(folder, ["0123456789"], ["0123456789"]))
-    prepare_once(folder)  # even there only our own script runs
-    assert open_dataset(str(folder), 4, 0)[1].n_blocks == 2
+    texts = ["0123456789"]
+    calls = []
+    monkeypatch.setattr(pystdlib, "prepare", lambda folder: calls.append(toy_dataset(folder, texts, texts)))
+    for _ in range(2):
+        prepare_once(folder)  # even there only our own script runs
+    assert open_dataset(str(folder), 4, 0)[1].n_blocks == 2 and len(calls) == 1
     assert not (tmp_path / "has run").exists()
 
 
