@@ -78,7 +78,7 @@ def assert_close(a, b, tolerance):
 
 
 # Of our own modules only the kernels: runtime/distributed.py reads the environment when imported.
-IMPORTED = ("requests", "tiktoken", "torch._dynamo", "torch.distributed.fsdp", "triton.language", "kernels")
+IMPORTED = "requests tiktoken jinja2.sandbox torch._dynamo torch.distributed.fsdp triton.language kernels".split()
 server = functools.cache(lambda: start_server(os.environ | PLAIN, IMPORTED))
 
 

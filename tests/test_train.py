@@ -71,12 +71,9 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
 
 
 @pytest.mark.parametrize("settings", [
-    dict(activation_checkpointing="selective"),
     dict(kernels="blocks", activation_checkpointing="selective", mlp_chunks=3),
-    dict(kernels="none"),
     dict(kernels="none", activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
     dict(activation_checkpointing="full", mlp_chunks=3, offload_activations=True),
-    dict(activation_checkpointing="selective", offload_activations=True),
     dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
     dict(offload="all", batch_size=1, gradient_accumulation_steps=4, activation_checkpointing="full"),
     dict(offload="all", n_layer=5, tie_embeddings=False),  # more blocks than stream_weights.py has slots
