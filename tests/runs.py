@@ -77,8 +77,8 @@ def assert_close(a, b, tolerance):
     )
 
 
-# Of our own modules only the kernels: runtime/distributed.py reads the environment when imported.
-IMPORTED = "requests tiktoken jinja2.sandbox torch._dynamo torch.distributed.fsdp triton.language kernels".split()
+IMPORTED = ["requests", "tiktoken", "jinja2.sandbox", "torch._dynamo", "torch.distributed.fsdp", "triton.language"]
+IMPORTED += ["kernels"]  # of our own modules no others: runtime/distributed.py reads the environment when imported
 server = functools.cache(lambda: start_server(os.environ | PLAIN, IMPORTED))
 
 
