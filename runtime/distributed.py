@@ -125,18 +125,15 @@ def store_of_attempt(store: dist.Store, timeout: float) -> dist.Store:
         attempt = store.get(f"attempt of {name}").decode()  # waits
         store.set(f"{attempt} has rank {rank}", "")
         return dist.PrefixStore(attempt, store)
-    missing = set(range(1, world_size))
     end = time.monotonic() + timeout
-    while missing:
-        for other in missing:
+    for other in range(1, world_size):
+        while not store.check([f"{name} has rank {other}"]):
             if store.check([f"name of rank {other}"]):
                 other_name = store.get(f"name of rank {other}").decode()
                 store.set(f"attempt of {other_name}", name)
-        missing = {other for other in missing if not store.check([f"{name} has rank {other}"])}
-        if missing and time.monotonic() > end:
-            others = ", ".join(map(str, sorted(missing)))
-            stop(f"rank 0 has waited {timeout:g} s for ranks {others}, which have not started")
-        time.sleep(0.01)
+            if time.monotonic() > end:
+                stop(f"rank 0 has waited {timeout:g} s for rank {other}, which has not started")
+            time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
 

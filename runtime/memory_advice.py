@@ -6,6 +6,7 @@ cpu_parts(config, run)                     # with offload
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import replace
 
 from kernels.execution import MLP_CHUNK
@@ -21,22 +22,17 @@ from runtime.memory_stats import card_gib, missing_cpu_bytes
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
     """The largest batch_size whose peak is at most gib; 0 if not even one sequence fits."""
 
-    def fits(batch_size):
-        return peak_gib(config, replace(run, batch_size=batch_size)) <= gib
+    def peak_of(batch_size):
+        return peak_gib(config, replace(run, batch_size=batch_size))
 
     high = 1
-    while fits(high):
+    while peak_of(high) <= gib:
         high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+    half = high // 2
+    low = half + bisect_right(range(half + 1, high), gib, key=peak_of)
     # A larger batch may run in smaller groups: 3 and 6 sequences of 3,000 tokens of 1B fit into 22 GiB, 4 do not.
     most = low + min(low // 4, MLP_CHUNK // config.block_size) + 8
-    return next(n for n in range(most, -1, -1) if n <= low or fits(n))
+    return next(n for n in range(most, -1, -1) if n <= low or peak_of(n) <= gib)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
