@@ -57,7 +57,7 @@ def adamw8bit_reference(
     before = m, v, m_absmax, v_absmax, whole
     after = new_m, new_v, new_m_absmax, new_v_absmax, whole - lr * step
     for old, new in zip(before, after, strict=True):
-        old.copy_(torch.where(torch.isfinite(scale), new, old))
+        old.copy_(torch.where(torch.isfinite(scale), new.view(old.shape), old))
     write_master(whole, parameter, w)
 
 
@@ -101,7 +101,7 @@ def _adamw8bit_kernel(
 def _must_fit(shape, grad, m, v, m_absmax, v_absmax):
     must_fit(shape, None, grad)
     must_fit(shape, torch.uint8, m, v)
-    must_fit((-(-grad.numel() // ABSMAX_BLOCK),), torch.float32, m_absmax, v_absmax)
+    must_fit((-(-grad.numel() // ABSMAX_BLOCK),), torch.float32, m_absmax.view(-1), v_absmax.view(-1))
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def adamw8bit(
     """One step of 8-bit AdamW in place, on one parameter (Dettmers et al., 2021).
 
     parameter, grad and w: as for adamw; w is fp32, or, if parameter is bf16, may be its lower halves, int16. m and v:
-    the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32 (blocks,), one for each 256 elements in
-    memory order; the last block may be shorter. All zero before the first step. step_scalars: fp32 (4,), as in
+    the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32, one for each 256 elements in memory
+    order; the last block may be shorter. All zero before the first step. step_scalars: fp32 (4,), as in
     adamw.py; if its scale is not finite, nothing changes.
     """
     bits, master = master_format(parameter, w)
@@ -134,7 +134,7 @@ def adamw8bit(
         return adamw8bit_reference(parameter, *tensors, step_scalars, beta1, beta2, eps, weight_decay)
     blocks = 4  # one warp each: 8 elements per thread, 16 bytes at a time
     tables = *quantization_tables(True, parameter.device), *quantization_tables(False, parameter.device)
-    _adamw8bit_kernel[(triton.cdiv(len(m_absmax), blocks),)](
+    _adamw8bit_kernel[(triton.cdiv(m_absmax.numel(), blocks),)](
         bits, *tensors, step_scalars, *tables, parameter.numel(),
         BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, **master, BLOCK=ABSMAX_BLOCK, BLOCKS=blocks,
         ZERO=127,  # m's code of 0, after 127 negative values

@@ -19,12 +19,6 @@ from optimizers.adamw import AdamW
 SMALL = 4096  # elements; smaller parameters are not worth the error
 
 
-def flat_scales(states: dict) -> list[torch.Tensor]:
-    """The states in the kernel's order, the scales flat, in memory order."""
-    m, v, m_absmax, v_absmax = states.values()
-    return [m, v, m_absmax.view(-1), v_absmax.view(-1)]
-
-
 class AdamW8bit(AdamW):
     c_files = ("adamw.c", "adamw8bit.c")
 
@@ -38,9 +32,9 @@ class AdamW8bit(AdamW):
     def step_on_device(self, parameter, grad, master, states, scalars):
         if len(states) == 2:
             return super().step_on_device(parameter, grad, master, states, scalars)
-        adamw8bit(parameter, grad, master, *flat_scales(states), scalars, *self._options(parameter))
+        adamw8bit(parameter, grad, master, *states.values(), scalars, *self._options(parameter))
 
     def step_on_cpu(self, parameter, grad, master, states, scale, lr, t):
         if len(states) == 2:
             return super().step_on_cpu(parameter, grad, master, states, scale, lr, t)
-        adamw8bit_on_cpu(parameter, grad, master, *flat_scales(states), scale, lr, t, *self._options(parameter))
+        adamw8bit_on_cpu(parameter, grad, master, *states.values(), scale, lr, t, *self._options(parameter))

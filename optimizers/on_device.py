@@ -51,9 +51,8 @@ class OnDevice(Optimizer):
         grads = self.gradients()
         shards = []
         for name, parameter in self.parameters.items():
-            rows = self.rows[name]
             shard = local(parameter.detach())
-            shards.append(Shard(name, parameter.shape, rows, shard, grads[name], *self.local_states(name)))
+            shards.append(Shard(name, parameter.shape, self.rows[name], shard, grads[name], *self.local_states(name)))
         self.rule.update(shards, scalars, self.n_steps, self.ranks)
         self.n_steps += 1
         self.drop_grads()

@@ -171,11 +171,10 @@ class Optimizer:
         self.finish()
         tensors = {}
         for name, master in self.masters.items():
+            tensors[name, ""] = master
             if master.dtype == torch.int16:
                 tensors[name, ""] = self.parameters[name]
                 tensors[name, "lower_half"] = master
-            else:
-                tensors[name, ""] = master
             for state, x in self.states[name].items():
                 tensors[name, state] = x
         return {key: x.detach() for key, x in tensors.items()}
