@@ -21,7 +21,7 @@ from data.loader import open_dataset, read_ahead
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
-from optimizers import make_optimizer, rule_of
+from optimizers import new_optimizer, rule_of
 from runtime import distributed
 from runtime.check_settings import check_schedule, check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
@@ -211,7 +211,7 @@ model.init_weights(seed, device)
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
-    optimizer = make_optimizer(model, run_shape.rule, offload, offload_dir, disk_bytes(config, run_shape), device,
+    optimizer = new_optimizer(model, run_shape.rule, offload, offload_dir, disk_bytes(config, run_shape), device,
                                grad_clip=grad_clip, scales_loss=dtype == "float16")  # fmt: skip
 
 

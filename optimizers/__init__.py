@@ -35,7 +35,7 @@ def rule_of(settings: Mapping) -> Rule:
     raise NotImplementedError(f"optimizer {settings['optimizer']}: give it a case in optimizers/__init__.py")
 
 
-def make_optimizer(
+def new_optimizer(
     model: nn.Module, rule: Rule, offload: str, offload_dir: str | None, disk_bytes: float, device: str, **options
 ) -> Optimizer:
     """The optimizer in the place that offload and offload_dir name. options: Optimizer's.

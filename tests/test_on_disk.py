@@ -163,12 +163,9 @@ def test_new_masters_do_not_stay_in_memory(drive):
 
 def resident_bytes(file):
     """Bytes of the file's mapping that are in memory, according to Linux."""
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            found = int(line.split("-")[0], 16) <= file.bytes.data_ptr() < int(line.split()[0].split("-")[1], 16)
-        elif found and line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
+    mappings = Path("/proc/self/smaps").read_text()
+    of_file = mappings[mappings.index(f"\n{file.bytes.data_ptr():x}-") :]
+    return 1024 * int(re.search(r"Rss: +(\d+) kB", of_file)[1])
 
 
 def test_tensors_and_transfers_see_the_same_bytes(drive):

@@ -109,9 +109,12 @@ def test_weight_decay_reaches_matrices_only():
 def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out(grad_clip, scales, factor):
     model, optimizer = optimizer_of(torch.float32, grad_clip=grad_clip, scales_loss=scales)
     set_gradients(model, 2.0**16 if scales else 1.0)
+    if scales:
+        optimizer.loss_scale.good_steps.fill_(1999)  # this step doubles the scale, but takes out the old one
     assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # the norm of 36 ones
     assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1 * factor, rel=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert not scales or optimizer.loss_scale.scale == 2.0**17
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -313,23 +316,8 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
         assert ours == theirs, "what one place has saved, the other resumes"
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gradients_of_the_gpu_add_up_and_are_never_those_of_the_step_before():
-    models = [llama().cuda(), llama().cuda()]
-    ours = OnCPU(models[0], AdamW())
-    expected = OnDevice(models[1], AdamW())
-    tokens = torch.arange(8, device="cuda")[None]
-    for _ in range(2):
-        for model, optimizer in zip(models, (ours, expected), strict=True):
-            model(tokens, tokens).backward()
-            optimizer.accumulate()
-            model(tokens, tokens.flip(1)).backward()
-            optimizer.accumulate()
-        assert ours.step(0.01).item() == pytest.approx(expected.step(0.01).item(), rel=1e-4)
     with pytest.raises(AssertionError, match="after every backward"):
-        ours.step(0.01)  # not the sums of the previous step
+        both[1].step(0.01)  # not the sums of the step before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -364,15 +352,6 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule
 
 # ----------------------------------------------------------------------------------------------------------------------
 # float16
-
-
-def test_the_step_that_doubles_the_loss_scale_takes_out_the_old_one():
-    model, optimizer = optimizer_of(torch.float32, scales_loss=True)
-    set_gradients(model, 2.0**16)
-    optimizer.loss_scale.good_steps.fill_(1999)
-    optimizer.step(lr=0.1)
-    assert optimizer.loss_scale.scale == 2.0**17
-    assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1)
 
 
 def test_half_precision_follows_float32(train, tmp_path):

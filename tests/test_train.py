@@ -12,6 +12,7 @@ import torch
 
 import model as model_module
 from data.loader import epoch_order
+from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from runtime import save
 from tests.runs import ROOT, assert_close, error_of, losses, numbers, step_losses
@@ -61,8 +62,8 @@ def test_the_learning_rate_warms_up_and_decays_and_steps_take_it_and_grad_clip(t
 
 def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path, monkeypatch):
     sums = []
-    accumulate = Optimizer.accumulate
-    monkeypatch.setattr(Optimizer, "accumulate", lambda self: sums.append(self) or accumulate(self))
+    accumulate = OnDevice.accumulate
+    monkeypatch.setattr(OnDevice, "accumulate", lambda self: sums.append(self) or accumulate(self))
     train(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "whole")
     train(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "parts")
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):  # losses hardly distinguish a gradient from twice it
