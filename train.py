@@ -212,7 +212,7 @@ model.init_weights(seed, device)
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
     optimizer = new_optimizer(model, run_shape.rule, offload, offload_dir, disk_bytes(config, run_shape), device,
-                               grad_clip=grad_clip, scales_loss=dtype == "float16")  # fmt: skip
+                              grad_clip=grad_clip, scales_loss=dtype == "float16")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
