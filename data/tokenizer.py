@@ -84,13 +84,17 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
-        tokenizer = read_model(find_model(folder, *([ROOT] if is_llama3 else [])))
-    if meta and meta["vocab_size"] < tokenizer.n_vocab:
-        found = f"meta.json has vocab_size {meta['vocab_size']}, but its tokenizer"
-        raise ValueError(f"{folder}/{found} {tokenizer.name} has {tokenizer.n_vocab} tokens: prepare the data again")
+        places = [folder, ROOT] if is_llama3 else [folder]
+        tokenizer = read_model(find_model(*places))
     if meta:
+        if meta["vocab_size"] < tokenizer.n_vocab:
+            found = (
+                f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab} tokens"
+            )
+            raise ValueError(f"{folder}/meta.json has {found}: prepare the data again")
         tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
         tokenizer.bos = meta.get("bos")
+        tokenizer.hf_bos = tokenizer.bos
     elif tokenizer.bos is None:
         tokenizer.bos = doc_start_of(config)
     tokenizer.chat_template = template_in(files)

@@ -24,6 +24,7 @@ class Tokenizer:
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
+    hf_bos         the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
     named_tokens   {"eos_token": "</s>", ...}: what transformers gives to a chat template
     chat_template  a Jinja program, or "" if there is none
@@ -61,6 +62,7 @@ class Tokenizer:
         eos = [id_of(eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
         self.bos = config.get("first_id")
+        self.hf_bos = self.bos
 
 
 class Tiktoken(Tokenizer):
@@ -100,7 +102,7 @@ class Tiktoken(Tokenizer):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
         config |= self.named_tokens
-        made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
+        made = {"tokenizer.json": json_of_encoding(self.encoding, self.hf_bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 
 

@@ -419,11 +419,14 @@ def test_datasets_and_runs_take_the_tokenizer_along(train, sample, convert_to_hf
         file.unlink(missing_ok=True)
 
 
-def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone):
+def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone, tmp_path):
     for text in (*TEXTS, AWKWARD):
         assert hf_ids(alone / "step_000020", text) == list(text.encode())
     ours = tokenizer_of(alone / "step_000020")
     assert (ours.name, ours.bos) == ("bytes", 256)  # its documents start after the end of another
+    shutil.copy(alone / "step_000020/config.json", tmp_path)
+    made_again = tokenizer_of(tmp_path).hf_files()
+    assert made_again["tokenizer.json"] == ours.files["tokenizer.json"], "transformers would put that end first"
     gguf = pytest.importorskip("gguf")  # llama.cpp's converter
     tokens = [(text.decode(), kind.name) for text, _, kind in gguf.LlamaHfVocab(alone / "step_000020").all_tokens()]
     assert tokens.pop(256) == ("<|endoftext|>", "CONTROL") and tokens.pop(32) == ("\u2581", "NORMAL")
