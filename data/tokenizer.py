@@ -88,10 +88,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer = read_model(find_model(*places))
     if meta:
         if meta["vocab_size"] < tokenizer.n_vocab:
-            found = (
-                f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab} tokens"
-            )
-            raise ValueError(f"{folder}/meta.json has {found}: prepare the data again")
+            found = f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab}"
+            raise ValueError(f"{folder}/meta.json has {found} tokens: prepare the data again")
         tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
         tokenizer.bos = meta.get("bos")
         tokenizer.hf_bos = tokenizer.bos
