@@ -73,7 +73,8 @@ class Progress:
         if now - self.last_shown < 10:
             return
         self.last_shown = now
-        n_documents, n_tokens = (sum(counts[split][name] for split in SPLITS) for name in ("documents", "tokens"))
+        n_documents = sum(counts[split]["documents"] for split in SPLITS)
+        n_tokens = sum(counts[split]["tokens"] for split in SPLITS)
         rate = n_tokens / (now - self.start)
         print(f"{self.prefix}{n_documents:,} documents, {n_tokens:,} tokens, {rate:,.0f}/s", flush=True)
 

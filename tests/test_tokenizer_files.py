@@ -112,20 +112,6 @@ def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_pat
     assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
 
 
-@pytest.mark.parametrize("first", [None, "<s>", "<|endoftext|>"])
-@pytest.mark.parametrize("config", [
-    {}, {"add_bos_token": True}, {"add_bos_token": False}, {"bos_token": "<|im_start|>", "add_bos_token": True},
-    {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}, {"tokenizer_class": "GPT2Tokenizer"},
-])  # fmt: skip
-def test_texts_begin_as_in_transformers(first, config, tmp_path):
-    write_hf_folder(tmp_path / "hf", bos=first, **{"bos_token": "<s>"} | config)
-    tokenizer = get_tokenizer(tmp_path / "hf")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    assert theirs("a").input_ids == bos + tokenizer.encode("a")
-    assert theirs.bos_token == tokenizer.named_tokens["bos_token"]
-
-
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
     templates = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "one"}]
     write_hf_folder(tmp_path / "hf", chat_template=templates)
@@ -326,6 +312,9 @@ PUBLISHED = {
     "adds": dict(bos="<s>"), "adds, but says not to": dict(bos="<s>", add_bos_token=False),
     "says to add": dict(bos_token="<s>", add_bos_token=True), "has one": dict(bos_token="<s>"), "none": dict(),
     "has end-of-text": dict(bos_token="<|endoftext|>"),
+    "adds another": dict(bos="<s>", bos_token="<|im_start|>", add_bos_token=True),
+    "Llama's class": dict(bos="<s>", tokenizer_class="LlamaTokenizer", add_bos_token=True),
+    "GPT-2's class": dict(bos_token="<s>", tokenizer_class="GPT2Tokenizer"),
 }  # fmt: skip
 
 
