@@ -230,12 +230,12 @@ def restore(
     base = start and _base_of(start, run_info["settings"])
     if base:
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
-    hf_files = _hf_files_of(start, base, model.config, run_info)
+    files = _hf_files_of(start, base, model.config, run_info)
     if start is None or not _is_checkpoint_of(start, out_dir):
-        return _begin(start, base, model, optimizer, run_info), hf_files
+        return _begin(start, base, model, optimizer, run_info), files
     run = _resume(start, model, optimizer, run_info)
     seconds = start.seconds + time.perf_counter() - start_time
-    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, hf_files
+    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, files
 
 
 def _begin(folder, base, model, optimizer, run_info) -> dict:
