@@ -540,24 +540,6 @@ def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp
     assert all(sentence.startswith("here") and len(sentence) < 600 for sentence in sentences)
 
 
-@pytest.mark.usefixtures("plain_pytorch_on_one_core")
-def test_evaluation_reads_the_same_formats(sample, tmp_path):
-    publish_chat_model(tmp_path / "hf")
-    rows = {
-        "messages": {"messages": [Q | {"weight": None}, A]},
-        "ShareGPT": share(("human", "a?"), ("gpt", "b")),
-        "prompt and completion": {"prompt": [Q], "completion": [A | {"mood": 1}]},
-    }
-    scores = set()
-    for name, row in rows.items():
-        (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
-        out, errors = sample(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
-        assert not errors and f"2 rows of {name}" in out
-        assert ("'mood' of messages (2)" in out) == (name == "prompt and completion")
-        scores.add(out.splitlines()[0])
-    assert len(scores) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # prepare.py
 

@@ -61,7 +61,7 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
 
-def test_answers_are_scored_as_by_transformers(sample, tmp_path):
+def test_answers_in_any_format_are_scored_as_by_transformers(sample, tmp_path):
     hf, fast = publish_chat_model(tmp_path / "hf")
     pairs = [(prose(i, 4), prose(50 + i, 1 + i)) for i in range(10)]
     totals = []
@@ -72,15 +72,19 @@ def test_answers_are_scored_as_by_transformers(sample, tmp_path):
         totals.append(theirs(hf, fast.encode(f"{prompt}{answer}<|im_end|>"), n_context))
     expected = torch.cat(totals).mean().item()
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
-    files = [
-        write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns]),
-        write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
-    ]
-    for path in files:
+    shared = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in pairs]
+    rows = {
+        "messages": [{"messages": messages} for messages in turns],
+        "ShareGPT": [{"conversations": messages} for messages in shared],
+        "prompt and completion": [{"prompt": q, "completion": a, "mood": 1} for q, a in pairs],
+    }
+    for name in rows:
+        path = write_jsonl(tmp_path / "rows.jsonl", rows[name])
         out, said = sample(out_dir=tmp_path / "hf", evaluate=path, batch_size=3)
         first, second = out.splitlines()
         assert not said and abs(float(first.removeprefix("mean log-likelihood: ").split()[0]) / expected - 1) < 1e-5
-        assert second.startswith("read: 10 conversations; ")
+        assert second.startswith("read: 10 conversations; ") and f"10 rows of {name}" in second
+        assert ("'mood' of rows (10)" in second) == (name == "prompt and completion")
 
 
 def test_unevaluable_files_get_a_message(sample, tmp_path):
