@@ -53,6 +53,7 @@ def full_size(test):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # on small tensors several threads only wait for each other
 
 
 # ---------------------------------------------------------------------------------------------------------------------
