@@ -26,9 +26,11 @@ def check_schedule(settings: Mapping) -> None:
     problem = schedule_problem(SimpleNamespace(**settings))
     if problem:
         stop(problem)
-    if settings["max_iters"] <= settings["warmup_iters"]:
-        steps = f"{settings['max_iters']} steps end within the warm-up of {settings['warmup_iters']}"
-        print0(f"schedule  {steps}: the learning rate stays low. More --epochs, or --warmup_iters=0")
+    steps = settings["max_iters"]
+    warmup = settings["warmup_iters"]
+    if steps <= 2 * warmup:
+        few = f"only {steps} steps, {min(steps, warmup)} of them warm-up: the weights hardly change"
+        print0(f"schedule  {few}. More --epochs, a smaller --block_size, or --warmup_iters=0")
 
 
 def find_problem(settings: Mapping, world_size: int) -> str | None:
