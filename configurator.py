@@ -175,7 +175,8 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     if not os.path.isfile(path) or not path.endswith(".py"):
         # Compare file stems: the folder and .py would make all names similar.
         files = {file.stem: f"config/{file.name}" for file in Path(script).resolve().parent.glob("config/*.py")}
-        raise SettingError(f"there is no config file {path} (a .py file){did_you_mean(Path(path).stem, files)}")
+        hint = did_you_mean(Path(path).stem, files) or ". A setting is --name=value"
+        raise SettingError(f"there is no config file {path} (a .py file){hint}")
     sys.path.append(str(Path(path).resolve().parent))  # it may build on another beside it
     values = {}
     for name, value in runpy.run_path(path).items():
