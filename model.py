@@ -236,7 +236,7 @@ class Block(nn.Module):
         return x, delta
 
     def recompute(self, x, delta, cos, sin, doc_starts=None, cache=None):
-        """compute(), keeping only the layer's input. Returns x + delta and None, or both."""
+        """compute(), keeping only the layer's input. Where it adds delta to x itself, it returns their sum and None."""
         if delta is not None:
             x = x + delta  # one tensor to keep instead of two
         if torch.compiler.is_compiling() or (self.how.kernels == "none" and not self.how.offload_activations):
@@ -286,7 +286,9 @@ def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 class Llama(nn.Module):
-    """ValueError for an attention that does not support the config's head size."""
+    """how: the kernels, the attention and what backward recomputes (kernels/execution.py). It changes no result but by
+    rounding. ValueError for an attention that does not support the config's head size.
+    """
 
     def __init__(self, config: LlamaConfig, how: Execution | None = None):
         super().__init__()

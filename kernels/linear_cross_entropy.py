@@ -270,8 +270,9 @@ def linear_cross_entropy(
     assert chunk_tokens >= 1, chunk_tokens
     assert fp32_dweight or x.dtype != torch.float16, "float16 cannot hold the sum of dW over the chunks"
     if not use_triton(x):
-        at_once = x.shape[0] * weight.shape[0] <= PLAIN_LOGITS
-        return (linear_cross_entropy_reference if at_once else _plain_chunks)(x, weight, targets)
+        if x.shape[0] * weight.shape[0] > PLAIN_LOGITS:
+            return _plain_chunks(x, weight, targets)
+        return linear_cross_entropy_reference(x, weight, targets)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if x.shape[0] <= chunk_tokens and x.dtype != torch.float16:
             return _WholeLoss.apply(x, weight, targets)

@@ -128,6 +128,7 @@ def rms_norm_forward(x, delta, weight, eps, need_y=True, float8=False):
     y, scales = empty_rows(x.shape, x, float8) if need_y else (None, None)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else x
     rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
+    # A kernel needs a tensor for each pointer: where it reads or writes none, another one stands in.
     _rms_norm_fwd_kernel[(n_rows,)](
         rows, contiguous_rows(delta) if add else rows, weight.contiguous(),
         y if need_y else rstd, rstd if scales is None else scales, total, rstd, n_cols,

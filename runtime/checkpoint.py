@@ -341,7 +341,8 @@ def read_weights(
     tensors: Optimizer.tensors(). Every rank must call it. It needs memory for the rank's rows of one parameter at a
     time. Raises, on all ranks, Damaged, OSError, or ValueError if the folder lacks tensors or has more of them.
     """
-    # What the folder has in addition to every weight: reading fails if one weight lacks it.
+    # How the folder keeps the float32 masters: the lower halves of bfloat16 weights' ("lower_half"), whole beside
+    # float16 weights ("master"), or as the weights themselves (""). Every weight must have it.
     master = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     states = [
         rows
