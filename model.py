@@ -210,7 +210,8 @@ class Block(nn.Module):
         compute = self.recompute if full else self.compute
         if offload is None:
             return compute(x, delta, cos, sin, doc_starts, cache)
-        with offload(x if delta is None else None, (*self.parameters(), cos, sin, doc_starts)):
+        kept_input = x if delta is None else None  # else the layer keeps x + delta, which is not computed yet
+        with offload(kept_input, (*self.parameters(), cos, sin, doc_starts)):
             return compute(x, delta, cos, sin, doc_starts, cache)
 
     def compute(self, x, delta, cos, sin, doc_starts=None, cache=None, for_backward=False):

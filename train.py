@@ -253,7 +253,7 @@ run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "v
 start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
 settings["init_from"] = start_state["init_from"]  # what was read, not what a resume's command says
 first_step = start_state["step"]
-# Sequences read before this run's batch size took effect, less those that its steps so far would have read.
+# Step s begins with sequence earlier_sequences + s * sequences_per_step: not 0 only if the batch size was changed.
 earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
 sampler = Sampler(sample_prompt, train_data, hf_files)
 saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,

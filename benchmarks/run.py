@@ -80,7 +80,7 @@ def comparison(label: str, losses: list[float], base: str, base_losses: list[flo
     ratio = difference / error if error else math.copysign(math.inf, difference)
     limit = T_95[min(freedom, len(T_95)) - 1]
     verdict = "more" if abs(ratio) > limit else "not more"
-    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make (at most {limit})"
+    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make (19 times in 20 at most {limit})"
 
 
 def main(argv: list[str]) -> None:

@@ -98,9 +98,7 @@ def _fill_chunks(x, weight, targets, chunk_tokens, scale, losses, dx, dweight):
 
 # Opaque operators: torch.compile calls them as they are and leaves their loops and buffers alone.
 @torch.library.custom_op("nanocria::whole_loss", mutates_args=())
-def _whole_loss(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _whole_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
     losses, logits = _whole_loss_fake(x, weight, targets)
     _fill_losses(losses, x, weight, targets, logits, losses.new_ones(()))

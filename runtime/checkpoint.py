@@ -172,7 +172,8 @@ def digests_of(
 
 def digest_of_run(run: dict) -> str:
     """The SHA-256 of run.json before its last entry, which is this."""
-    return hashlib.sha256(json.dumps(run, indent=2).encode()[:-2]).hexdigest()
+    before_the_brace = json.dumps(run, indent=2).removesuffix("\n}")  # the digest is added there
+    return hashlib.sha256(before_the_brace.encode()).hexdigest()
 
 
 def read_run(path: Path) -> dict | None:
