@@ -136,7 +136,7 @@ def kept(out_dir):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_resumed_run(
-    train, val_losses, tmp_path, capsys, async_save
+    train, val_losses, sample, tmp_path, capsys, async_save
 ):
     settings = dict(eval_interval=2, keep_last=1, keep_best=True, async_save=async_save)
     train(**settings)
@@ -144,8 +144,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_resumed_run(
     assert kept(tmp_path / "out") == [4, 8]
     assert out.count("best so far") == 2 and "step_000004, the best so far" in out, out
     assert f"next: python sample.py --out_dir={tmp_path}/out/step_000004\n" in out.replace(f"{ROOT}/", "")
+    newest = tmp_path / "out/step_000008"
+    assert f"{newest} is the newest; {tmp_path}/out/step_000004 has a lower validation loss" in sample()[1]
+    assert "lower" not in sample(out_dir=newest)[1]
     train(**settings, max_iters=10)
-    assert "resumes   " + str(tmp_path / "out/step_000008") in capsys.readouterr().out
+    assert f"resumes   {newest}" in capsys.readouterr().out
     assert kept(tmp_path / "out") == [4, 10]
     train(**settings, max_iters=12)
     assert kept(tmp_path / "out") == [12], "a better one takes its place"
