@@ -31,10 +31,14 @@ def check_backend(backend: str, head_dim: int) -> None:
         raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {head_dim}")
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile would trace into functools.cache, so that is one below
 def activate_flash_attention_4() -> bool:
     """True on a Hopper with flash-attn-4 and PyTorch 2.14: PyTorch's flash attention is then FlashAttention 4."""
+    return _activate_flash_attention_4()
+
+
+@functools.cache
+def _activate_flash_attention_4() -> bool:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     installed = find_spec("flash_attn") and find_spec("flash_attn.cute")
     if not on_hopper or not installed or torch.__version__ < "2.14":

@@ -4,6 +4,7 @@ Small blocks here, so that a few tokens cross several of them in each direction.
 """
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +167,14 @@ def test_past_2_to_the_31_elements():
     starts = (torch.arange(tail[0].shape[1], device=DEVICE) // document * document)[None]
     for a, b in zip(results, run(flash_attention, tail, (starts,), [upstream[0][:, last]]), strict=True):
         torch.testing.assert_close(a[:, last], b, rtol=0.02, atol=0.02)
+
+
+def test_compiled_code_takes_the_search_for_flash_attention_4_as_a_constant(monkeypatch):
+    module = importlib.import_module("kernels.attention")
+    monkeypatch.setattr(module, "_activate_flash_attention_4", lambda: not Path("/dev/null").read_bytes())
+
+    @torch.compile(fullgraph=True, backend="eager")  # which cannot read files
+    def chosen(x):
+        return x + module.activate_flash_attention_4()
+
+    assert chosen(torch.zeros(())) == 1
