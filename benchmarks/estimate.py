@@ -136,6 +136,14 @@ def largest_batches(s: SimpleNamespace, named: dict, usable_gib: float) -> list[
     return rows
 
 
+def batch_settings(s: SimpleNamespace, largest_batch: int, sequences: int) -> dict:
+    """batch_size, and the number of micro-batches with which a step has as many sequences on each rank."""
+    if s.batch_size or any(flag.startswith("--gradient_accumulation_steps") for flag in s.flags):
+        return {"batch_size": s.batch_size or max(largest_batch, 1)}
+    batch = max(n for n in range(1, max(largest_batch, 1) + 1) if sequences % n == 0)
+    return {"batch_size": batch, "gradient_accumulation_steps": s.ranks * sequences // batch}
+
+
 def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     """The estimate as text, and the run that it recommends."""
     s = read_settings(globals(), argv, for_train_py=True)
@@ -147,35 +155,39 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     }
     model, shape = resolve(s.config, s.ranks, named | how, s.flags)
     sequences = shape.batch_size * shape.micro_steps  # of a step, on each rank
-    usable = total - outside_gib(shape)
-    rows = largest_batches(s, named, usable)
+    outside = outside_gib(shape)
+    rows = largest_batches(s, named, total - outside)
     asked = [row for row in rows if s.checkpointing in ("any", row["activation_checkpointing"])]
     asked = [row for row in asked if s.offload in ("any", row["offload"])]
     chosen = recommended(asked, model.block_size)
     named |= {name: chosen[name] for name in ("activation_checkpointing", "offload")}
-    named["batch_size"] = s.batch_size or max(chosen["largest_batch"], 1)
-    if not s.batch_size and not any(flag.startswith("--gradient_accumulation_steps") for flag in s.flags):
-        while sequences % named["batch_size"]:
-            named["batch_size"] -= 1
-        named["gradient_accumulation_steps"] = s.ranks * sequences // named["batch_size"]
+    named |= batch_settings(s, chosen["largest_batch"], sequences)
     model, shape = resolve(s.config, s.ranks, named, s.flags)
     words = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
     command = f"{launcher(s.ranks)} {shlex.join(words)}"
     peak = memory.peak_gib(model, shape)
+    fits = peak <= total - outside
     if s.json:
-        result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": peak <= usable}
+        result = {"card_gib": total, "rows": rows, "command": command, "peak_gib": peak, "fits": fits}
         return dumps(result), model, shape
-    head = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
-card={s.card}: {total:.1f} GiB - {outside_gib(shape)} for the CUDA context and the allocator's reserve"""
-    parts = [head, table(rows, "activation_checkpointing offload largest_batch cpu_gib"), memory.table(model, shape)]
-    for where, parts_of in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
-        if parts_of(model, shape):
-            parts.append(f"in {where}, of each rank:\n{memory.lines_of(parts_of(model, shape))}")
     verdict = f"recommended, with a peak of {peak:.1f} GiB"
-    if peak > usable:
+    if not fits:
         advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
         verdict = f"does not fit, with a peak of {peak:.1f} GiB; {advice}"
-    return "\n\n".join([*parts, f"{verdict}:\n{command}"]), model, shape
+    head = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
+card={s.card}: {total:.1f} GiB - {outside} for the CUDA context and the allocator's reserve"""
+    batches = table(rows, "activation_checkpointing offload largest_batch cpu_gib")
+    return "\n\n".join([head, batches, *where_bytes_go(model, shape), f"{verdict}:\n{command}"]), model, shape
+
+
+def where_bytes_go(model: LlamaConfig, shape: RunShape) -> list[str]:
+    """The parts of a run's peak, and what it keeps in the CPU's memory and on the drive."""
+    texts = [memory.table(model, shape)]
+    for where, parts_of in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
+        parts = parts_of(model, shape)
+        if parts:
+            texts.append(f"in {where}, of each rank:\n{memory.lines_of(parts)}")
+    return texts
 
 
 def main(argv: list[str]) -> None:

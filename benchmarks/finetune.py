@@ -66,9 +66,9 @@ def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int
         "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
         "eval_iters": -(-val.n_blocks // batch),
     }  # fmt: skip
-    flags = [*(f"--{name}={value}" for name, value in settings.items()), *NANOCRIA[trainer].flags.split(), *flags]
+    argv = runner.train_argv(CONFIG, batch, block, "none", **settings)
     with tempfile.TemporaryDirectory() as out_dir:
-        summary = runner.train(flags, out_dir, config=CONFIG, batch=batch, block=block, checkpointing="none")
+        summary = runner.train([*argv, *NANOCRIA[trainer].flags.split(), *flags], out_dir)
         if "curve" not in summary:
             return summary
         run = read_losses(Path(out_dir))

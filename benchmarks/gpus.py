@@ -75,8 +75,8 @@ def measure_checkpoint(kind: str, n: int) -> dict:
     config, (batch, block, how), steps, flags = CHECKPOINTS[kind]
 
     def train(out_dir: str, *more: str) -> dict:
-        point = {"config": config, "batch": batch, "block": block, "checkpointing": how}
-        summary = runner.train([*flags, *more], out_dir, n, **point)
+        argv = runner.train_argv(config, batch, block, how, n)
+        summary = runner.train([*argv, *flags, *more], out_dir, n)
         assert "steps" in summary, f"a run failed: {summary}"
         return summary
 

@@ -16,7 +16,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from benchmarks import runner, timing
-from benchmarks.operations import BF16_CUDA, OPERATIONS, Operation, tuple_of
+from benchmarks.operations import BF16_CUDA, OPERATIONS, Operation
 from benchmarks.settings import read_settings
 
 # settings
@@ -67,6 +67,10 @@ class Problem:
             return getattr(self, name)
         outputs = self.forward()
         return lambda: self.backward(outputs, retain_graph=True)
+
+
+def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def to_double(x):
@@ -148,6 +152,6 @@ def main(argv: list[str]) -> None:
     functorch_config.donated_buffer = False  # compiled backward passes run more than once
     for name in s.op or OPERATIONS:
         for size in OPERATIONS[name].sizes:
-            for row in measure_size(name, OPERATIONS[name], size, record.data):
+            for row in measure_size(name, OPERATIONS[name], size, record.head):
                 record.add("rows", {key: row[key] for key in ("op", "shape", "pass")}, row)
     runner.finish(record)

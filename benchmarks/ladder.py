@@ -101,15 +101,15 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
     flags = flags_of(name, s)
-    key = {"model": model, "technique": name, "batch": batch}
     config, shape = resolved(model, name, s)
     point = {
         "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
         "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
         "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
-        "cpu_gib": cpu_gib(config, replace(shape, batch_size=batch)) if name in OURS else 0.0,
     }  # fmt: skip
-    return record.measure("points", key, lambda: point | sweep.measure_point(point))
+    row = point | {"cpu_gib": cpu_gib(config, replace(shape, batch_size=batch)) if name in OURS else 0.0}
+    key = {"model": model, "technique": name, "batch": batch}
+    return record.measure("points", key, lambda: row | sweep.measure_point(**point))
 
 
 def measure_losses(model: str, name: str, s: SimpleNamespace, record: Record) -> None:

@@ -40,10 +40,10 @@ WARMUP = 50
 
 def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
     """The loss of each step of train.py."""
-    flags = [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}",
-             f"--seed={SEED}", f"--max_iters={steps}", *flags]  # fmt: skip
+    settings = {"learning_rate": LEARNING_RATE, "min_lr": LEARNING_RATE, "warmup_iters": WARMUP}
+    argv = runner.train_argv(config, batch, block, "none", seed=SEED, max_iters=steps, **settings)
     with tempfile.TemporaryDirectory() as out_dir:
-        summary = runner.train(flags, out_dir, config=config, batch=batch, block=block, checkpointing="none")
+        summary = runner.train([*argv, *flags], out_dir)
     return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
 
 

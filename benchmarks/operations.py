@@ -72,12 +72,16 @@ class Operation:
         return tensors if takes_packed or not self.unpack else self.unpack(*tensors)
 
 
+OPERATIONS: dict[str, Operation] = {}
+
+
+def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
+    """The work of passes that move so many tensors of tensor_bytes."""
+    return {name: {"bytes": count * tensor_bytes} for name, count in tensors.items()}
+
+
 def first_rows(size):
     return (min(size[0], 1024), *size[1:])
-
-
-def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 # --- RMSNorm, with and without the addition before it ---
@@ -104,11 +108,11 @@ def after_add(norm):
     return add_norm
 
 
-def norm(name, rows, forward, backward, **others):
-    """A norm of `rows` tensors (N, C) and a weight of length C; its passes move `forward` and `backward` of (N, C)."""
+def norm(kernel, exact, n_inputs, forward, backward, **others):
+    """A norm of n_inputs tensors (N, C) and a weight (C,); its passes move `forward` and `backward` tensors (N, C)."""
 
     def inputs(size, options):
-        tensors = [torch.randn(size, **options) for _ in range(rows)]
+        tensors = [torch.randn(size, **options) for _ in range(n_inputs)]
         weight = 1 + 0.1 * torch.randn(size[1], **options)  # near 1, as in a trained model
         return [*tensors, weight], ()
 
@@ -117,14 +121,20 @@ def norm(name, rows, forward, backward, **others):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        functions={"nanocria": partial(getattr(kernels, name), eps=EPS), **others},
-        reference=partial(getattr(reference, name), eps=EPS),
+        functions={"nanocria": partial(kernel, eps=EPS), **others},
+        reference=partial(exact, eps=EPS),
     )
 
 
-def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
-    return {name: {"bytes": count * tensor_bytes} for name, count in tensors.items()}
-
+OPERATIONS["rms_norm"] = norm(
+    kernels.rms_norm, reference.rms_norm, n_inputs=1, forward=2, backward=3, eager=eager_rms_norm, torch=torch_rms_norm,
+    liger=lambda x, weight: liger.liger_rms_norm(x, weight, EPS),
+)  # fmt: skip
+OPERATIONS["add_rms_norm"] = norm(
+    kernels.add_rms_norm, reference.add_rms_norm, n_inputs=2, forward=4, backward=4, eager=after_add(eager_rms_norm),
+    torch=after_add(torch_rms_norm),
+    liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, EPS),
+)  # fmt: skip
 
 # --- RoPE of a packed projection: q and k rotated, v copied, all three independent of the packed tensor ---
 
@@ -164,7 +174,7 @@ def liger_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
     return q.transpose(1, 2), k.transpose(1, 2), v.contiguous()
 
 
-ROPE = Operation(
+OPERATIONS["rope"] = Operation(
     dims="B T H K D",
     sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
@@ -192,6 +202,14 @@ def glu(activation, **others):
     )
 
 
+OPERATIONS["swiglu"] = glu(
+    "silu", eager=lambda gate, up: F.silu(gate) * up, liger=lambda gate, up: liger.liger_swiglu(gate, up)
+)
+OPERATIONS["geglu"] = glu(
+    "gelu_tanh", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    liger=lambda gate, up: liger.liger_geglu(gate, up),
+)  # fmt: skip
+
 # --- Cross-entropy. Ours and Liger's compute a needed gradient in forward: hence the passes 'inference' and 'both' ---
 
 
@@ -203,7 +221,7 @@ def random_targets(n_rows, n_vocab, options):
     return (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
 
 
-CROSS_ENTROPY = Operation(
+OPERATIONS["cross_entropy"] = Operation(
     dims="N V",
     sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
     inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
@@ -244,7 +262,7 @@ def matmuls_alone(size):
     ]
 
 
-LINEAR_CROSS_ENTROPY = Operation(
+OPERATIONS["linear_cross_entropy"] = Operation(
     dims="N C V",
     sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
     inputs=loss_inputs,
@@ -283,7 +301,7 @@ def fp8_matmuls_alone(size):
     ]
 
 
-FP8_LINEAR = Operation(
+OPERATIONS["fp8_linear"] = Operation(
     dims="N C O",
     sizes=[(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)],
     inputs=linear_inputs,
@@ -307,7 +325,7 @@ def eager_rounded_twice(weight):
     return rounded_twice(quantize_reference, lambda x8: x8.T.contiguous(), weight)
 
 
-FP8_WEIGHT = Operation(
+OPERATIONS["fp8_weight"] = Operation(
     dims="O C",
     sizes=[(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],  # of Llama 3.2 1B: q, k, v; o; gate, up; down
     inputs=lambda size, options: ([], (torch.randn(size, **options),)),
@@ -349,7 +367,7 @@ def attention_work(size):
     return {"forward": {"flops": 2 * matmul}, "backward": {"flops": 5 * matmul}}
 
 
-FLASH_ATTENTION = Operation(
+OPERATIONS["flash_attention"] = Operation(
     dims="B T H K D",
     sizes=[(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)],
     inputs=attention_inputs,
@@ -424,19 +442,25 @@ def bnb_nf4(codes, scale_codes, scale_absmax, offset):
     return bnb.dequantize_4bit(codes.view(-1, 1), state)
 
 
-def update_of(name, inputs, n_bytes, **peers):
+def adamw(kernel, eager, inputs, n_bytes, **others):
+    """An update of n parameters, which moves n_bytes of each."""
     return Operation(
         dims="n",
         sizes=[(2**24,), (2**27,)],
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
-        functions={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name)), **peers},
+        functions={"nanocria": updated(kernel), "eager": updated(eager), **others},
         reference=adamw_from_zero,
         checked=lambda size: (min(size[0], 2**20),),
     )
 
 
-NF4 = Operation(
+OPERATIONS["adamw"] = adamw(kernels.adamw, reference.adamw, adamw_inputs, 26)
+OPERATIONS["adamw8bit"] = adamw(
+    kernels.adamw8bit, reference.adamw8bit, adamw8bit_inputs, 14, bitsandbytes=bnb_adamw8bit
+)
+
+OPERATIONS["nf4"] = Operation(
     dims="O C",
     sizes=[(6144, 4096), (28672, 4096), (4096, 14336)],  # of Llama 3.1 8B: q, k and v; gate and up; down
     inputs=lambda size, options: ([], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))),
@@ -450,28 +474,3 @@ NF4 = Operation(
         kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
         torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.float32, device=codes.device)),
 )  # fmt: skip
-
-# --- All of them ---
-
-OPERATIONS = {
-    "rms_norm": norm(
-        "rms_norm", rows=1, forward=2, backward=3, eager=eager_rms_norm, torch=torch_rms_norm,
-        liger=lambda x, weight: liger.liger_rms_norm(x, weight, EPS)),
-    "add_rms_norm": norm(
-        "add_rms_norm", rows=2, forward=4, backward=4, eager=after_add(eager_rms_norm), torch=after_add(torch_rms_norm),
-        liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, EPS)),
-    "rope": ROPE,
-    "swiglu": glu(
-        "silu", eager=lambda gate, up: F.silu(gate) * up, liger=lambda gate, up: liger.liger_swiglu(gate, up)),
-    "geglu": glu(
-        "gelu_tanh", eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-        liger=lambda gate, up: liger.liger_geglu(gate, up)),
-    "cross_entropy": CROSS_ENTROPY,
-    "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
-    "fp8_linear": FP8_LINEAR,
-    "fp8_weight": FP8_WEIGHT,
-    "flash_attention": FLASH_ATTENTION,
-    "adamw": update_of("adamw", adamw_inputs, 26),
-    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14, bitsandbytes=bnb_adamw8bit),
-    "nf4": NF4,
-}  # fmt: skip

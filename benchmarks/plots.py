@@ -16,11 +16,11 @@ from benchmarks.tables import is_measured, title
 from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY, label_ends
 
 FOLDER = ROOT / "benchmarks" / "plots"
-STYLES = {  # by the beginning of a trainer's title, the longest that fits: color, dashes
-    "nanocria": (RED, "-"), "nanocria, fp8": (RED, "--"), "nanocria, activations": (ORANGE, "--"),
-    "nanocria, unfused": (PINK, "-."), "nanocria, plain": (PINK, ":"), "torchtitan's recipe": (GREEN, "-"),
-    "torchtitan's recipe, fp8": (GREEN, "--"), "torchtitan": ("black", "-"), "Hugging Face": (SKY, "-"),
-    "Hugging Face compiled": (SKY, "--"), "Hugging Face + Liger": (BLUE, "-"),
+STYLES = {  # by the longest beginning of a trainer's name: color, dashes
+    "nanocria": (RED, "-"), "nanocria-fp8": (RED, "--"), "nanocria-long": (ORANGE, "--"),
+    "nanocria-unfused": (PINK, "-."), "nanocria-plain": (PINK, ":"), "recipe": (GREEN, "-"),
+    "recipe-fp8": (GREEN, "--"), "torchtitan": ("black", "-"), "hf": (SKY, "-"), "hf-compiled": (SKY, "--"),
+    "hf-liger": (BLUE, "-"),
 }  # fmt: skip
 MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
 LINUX = {  # record -> label, color: the best run of each optimizer
@@ -37,9 +37,9 @@ plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.gri
 
 
 def style(row: dict) -> dict:
-    name = max((start for start in STYLES if title(row).startswith(start)), key=len, default="")
+    name = max((start for start in STYLES if row["trainer"].startswith(start)), key=len, default="")
     color, dashes = STYLES.get(name, ("gray", "-"))
-    return {"color": color, "linestyle": dashes, "label": title(row)}
+    return {"color": color, "linestyle": dashes, "label": title(row["trainer"])}
 
 
 def by_trainer(rows: list[dict]) -> list[list[dict]]:
@@ -72,8 +72,8 @@ def plot_study(record: dict):
         batch, offset, side = SHOWN[row["trainer"]]
         if row["batch"] == batch:
             place = (batch, row["tok_per_s"] / 1000)
-            color = style(row)["color"]
-            first.annotate(title(row), place, offset, textcoords="offset points", ha=side, va="center", color=color)
+            look = {"ha": side, "va": "center", "color": style(row)["color"]}
+            first.annotate(title(row["trainer"]), place, offset, textcoords="offset points", **look)
     second.text(0.04, 0.93, "×  the next size is out of memory", transform=second.transAxes)
     return figure
 
@@ -117,7 +117,8 @@ def plot_steps(record: dict):
             mark = MARKS[row["checkpointing"]]
             axes.plot(row["peak_gib"], row["tok_per_s"] / 1000, mark, color=style(row)["color"], markersize=8)
         fastest = max(rows, key=lambda row: row["tok_per_s"])
-        ends.append((fastest["peak_gib"], fastest["tok_per_s"] / 1000, title(fastest), style(fastest)["color"]))
+        look = style(fastest)
+        ends.append((fastest["peak_gib"], fastest["tok_per_s"] / 1000, look["label"], look["color"]))
     axes.set(xlabel="peak memory, GiB", ylabel="thousand tokens per second", xlim=(0, None))
     marks = [axes.plot([], [], mark, color="gray", markersize=8)[0] for mark in MARKS.values()]
     axes.legend(marks, [f"checkpointing: {name}" for name in MARKS], loc="lower left")
@@ -131,9 +132,10 @@ def plot_snapshot(record: dict):
     peaks = []
     for row in (row for row in record["rows"] if "gib" in row):
         shares = [i / row["at"][-1] for i in row["at"]]
-        axes.plot(shares, row["gib"], **style(row))
-        text = f"{title(row)}: {row['peak_gib']:.1f} GiB"
-        peaks.append((shares[row["gib"].index(max(row["gib"]))], row["peak_gib"] + 2, text, style(row)["color"]))
+        look = style(row)
+        axes.plot(shares, row["gib"], **look)
+        text = f"{look['label']}: {row['peak_gib']:.1f} GiB"
+        peaks.append((shares[row["gib"].index(max(row["gib"]))], row["peak_gib"] + 2, text, look["color"]))
     axes.set(xlabel="allocations and frees, in their order, as a share of all", ylabel="GiB in use", ylim=(0, None))
     label_ends(axes, peaks, upwards=True)
     return figure

@@ -3,7 +3,8 @@
     python bench.py run out/baby_llama                 one run, to out/loss.png
     python bench.py run out/adamw out/muon             together; labels are the settings in which they differ
     python bench.py run out/adamw out/muon --labels=AdamW,Muon --x=minutes --out=muon.svg
-    python bench.py run out/adamw_* out/muon_*         several seeds of each: a band, and whether they really differ
+    python bench.py run out/adamw_* out/muon_*         several seeds of each: a band, and the difference of their
+                                                       means in standard errors
 
 The folders are train.py's out_dir, of finished or running runs. Tokens and minutes count training, without evaluations
 and saves; FLOPs are the model's, without recomputation, and known when a run has ended.
@@ -12,7 +13,7 @@ and saves; FLOPs are the model's, without recomputation, and known when a run ha
 import math
 import re
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Literal
 
 from benchmarks.settings import read_settings
@@ -27,7 +28,6 @@ labels = ""  # of the folders: one,two,...; empty: from their settings
 
 NOT_IN_LABELS = re.compile("out_dir|seed|profile|async_save|timeout|(wandb|eval|log|keep|sample)_.*")  # settings
 LONGEST_LABEL = 60  # characters
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t, two-sided 5%, by degrees of freedom
 
 
 def labels_of(folders: list[Path], runs: list[Losses]) -> list[str]:
@@ -69,18 +69,26 @@ def loss_table(folders: list[Path], runs: list[Losses], labels: list[str]) -> st
 
 
 def comparison(label: str, losses: list[float], base: str, base_losses: list[float]) -> str:
-    """Whether two groups of last validation losses differ by more than seeds make: Student's t-test, at 5%."""
-    freedom = len(losses) + len(base_losses) - 2
+    """The difference between the mean last validation losses of two groups, in the standard error that its seeds make:
+    √(variance / n + variance of base / n of base).
+    """
     difference = fmean(losses) - fmean(base_losses)
     text = f"val loss of {label} minus {base}: {difference:+.4f}"
-    if not freedom:
-        return f"{text}; one seed each cannot tell whether seeds make as much"
-    squares = sum((loss - fmean(group)) ** 2 for group in (losses, base_losses) for loss in group)
-    error = math.sqrt(squares / freedom * (1 / len(losses) + 1 / len(base_losses)))
-    ratio = difference / error if error else math.copysign(math.inf, difference)
-    limit = T_95[min(freedom, len(T_95)) - 1]
-    verdict = "more" if abs(ratio) > limit else "not more"
-    return f"{text} = {ratio:+.1f} standard errors, {verdict} than seeds make (19 times in 20 at most {limit})"
+    if min(len(losses), len(base_losses)) < 2:
+        return f"{text}; one seed cannot tell whether seeds make as much"
+    error = math.sqrt(variance(losses) / len(losses) + variance(base_losses) / len(base_losses))
+    ratio = difference / max(error, 1e-9)
+    return f"{text} = {ratio:+.1f} standard errors (seeds alone make up to 3, up to 4 if there are only two of each)"
+
+
+def comparisons(groups: dict[str, list[Losses]]) -> list[str]:
+    """Each group beside the first."""
+    datasets = {run.settings["dataset"] for group in groups.values() for run in group if run.settings}
+    if len(datasets) > 1:
+        return [f"the runs read different datasets, so their losses cannot be compared: {', '.join(sorted(datasets))}"]
+    last = {label: [run.val[-1][-1] for run in group if run.val] for label, group in groups.items()}
+    evaluated = [label for label in last if last[label]]
+    return [comparison(label, last[label], evaluated[0], last[evaluated[0]]) for label in evaluated[1:]]
 
 
 def main(argv: list[str]) -> None:
@@ -105,9 +113,7 @@ def main(argv: list[str]) -> None:
     groups = {}
     for label, run in zip(labels, runs, strict=True):
         groups.setdefault(label, []).append(run)
-    last = {label: [run.val[-1][-1] for run in group if run.val] for label, group in groups.items()}
-    evaluated = [label for label in last if last[label]]
-    for label in evaluated[1:]:
-        print(comparison(label, last[label], evaluated[0], last[evaluated[0]]))
+    for text in comparisons(groups):
+        print(text)
     draw_losses(groups, Path(s.out), s.x)
     print(f"drawn: {s.out}")

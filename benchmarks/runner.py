@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,37 +80,41 @@ def failure(printed: str) -> dict:
 # --- train.py and its peers ---
 
 
-def train_argv(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
-    """train.py's command line, without evaluations and checkpoints. batch: per rank. The optimizer is the peers'."""
-    flags = {
+def train_argv(config: str, batch: int, block: int, checkpointing: str, ranks: int = 1, **settings) -> list[str]:
+    """train.py's command line, without evaluations and checkpoints. batch: per rank. The optimizer is the peers'.
+    settings: others of train.py, or other values.
+    """
+    settings = {
         "dataset": "pystdlib", "gradient_accumulation_steps": ranks, "batch_size": batch, "block_size": block,
         "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 1, "eval_interval": 100000,
-        "eval_iters": 1, "keep_last": 0, "timeout": 200, "optimizer": "adamw", "out_dir": out_dir,
-    }  # fmt: skip
-    return [config, *(f"--{name}={value}" for name, value in flags.items())]
+        "eval_iters": 1, "keep_last": 0, "timeout": 200, "optimizer": "adamw",
+    } | settings  # fmt: skip
+    return [config, *(f"--{name}={value}" for name, value in settings.items())]
 
 
-def train(flags: Iterable[str], out_dir: str, ranks: int = 1, limit_gib: float | None = None, **point) -> dict:
-    """The summary that train.py leaves in out_dir, or why it leaves none. point: train_argv's config, batch, ..."""
-    argv = [*train_argv(**point, out_dir=out_dir, ranks=ranks), *flags]
+def train(argv: list[str], out_dir: str, ranks: int = 1, limit_gib: float | None = None) -> dict:
+    """Run train.py. Returns the summary that it leaves in out_dir, or why it leaves none."""
     summary = Path(out_dir) / "summary.json"
     summary.unlink(missing_ok=True)  # of the run that this one resumes
-    _, printed = run(["-m", "benchmarks.child", f"{limit_gib or 0:g}", "train.py", *argv], ranks)
+    words = ["-m", "benchmarks.child", f"{limit_gib or 0:g}", "train.py", *argv, f"--out_dir={out_dir}"]
+    _, printed = run(words, ranks)
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
-def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib=None, history="", **point) -> dict:
-    """A short run of a trainer. flags: further settings of train.py. point: config, batch, block, checkpointing.
-    history: a file for PyTorch's record of all allocations."""
+def train_steps(
+    trainer: str, config: str, batch: int, block: int, checkpointing: str, steps: int, warmup=5, flags=(), ranks=1,
+    limit_gib=None, history="",
+) -> dict:  # fmt: skip
+    """A short run of a trainer. flags: further ones of train.py. history: a file for PyTorch's record of all
+    allocations."""
     row = {"steps": steps, "oom": False}
+    point = {"config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
     if trainer in PEERS:
-        options = {"trainer": trainer, "steps": steps, "warmup": warmup, "history": history, **point}
+        options = point | {"trainer": trainer, "steps": steps, "warmup": warmup, "history": history}
         return row | call("trainers.measure", ranks, limit_gib, **options)
+    argv = train_argv(**point, ranks=ranks, max_iters=steps + warmup, profile=bool(history))
     with tempfile.TemporaryDirectory() as out_dir:
-        flags = [*NANOCRIA[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
-        if history:
-            flags.append("--profile=true")
-        summary = train(flags, out_dir, ranks, limit_gib, **point)
+        summary = train([*argv, *NANOCRIA[trainer].flags.split(), *flags], out_dir, ranks, limit_gib)
         if history and "peak_gib" in summary:
             shutil.copy(f"{out_dir}/profile/rank0.memory.pickle", history)
     row |= {key: summary[key] for key in SUMMARY if key in summary}

@@ -56,7 +56,7 @@ def last_steps(totals: list[int]) -> dict:
 def measure(trainer: str, flags: list[str], **point) -> dict:
     path = ROOT / "out" / f"snapshot_{trainer}.pickle"
     path.parent.mkdir(exist_ok=True)
-    row = runner.train_steps(trainer, STEPS, flags, WARMUP, history=str(path), **point)
+    row = runner.train_steps(trainer, **point, steps=STEPS, warmup=WARMUP, flags=flags, history=str(path))
     if "peak_gib" not in row:
         return row
     snapshot = pickle.loads(path.read_bytes())

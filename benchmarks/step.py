@@ -55,7 +55,7 @@ def baby(s: SimpleNamespace, record: Record) -> None:
         for flags in BABY_FLAGS if trainer == "nanocria" else [""]:
             key = {"trainer": f"{trainer} {flags}".strip()}
             flags = [*flags.split(), "--log_interval=10"]  # a line for each step would slow steps of 1.5 ms
-            record.measure("baby", key, runner.train_steps, trainer, s.steps or 200, flags, **point)
+            record.measure("baby", key, runner.train_steps, trainer, **point, steps=s.steps or 200, flags=flags)
 
 
 def main(argv: list[str]) -> None:

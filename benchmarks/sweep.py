@@ -82,7 +82,7 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
             if trainer in growing:
                 point = point_of(trainer, batch, block, s.checkpointing, s.offload, s.flags, s)
-                row = record.measure(kind, point, measure_point, point, s.steps)
+                row = record.measure(kind, point, measure_point, **point, steps=s.steps)
                 if "tok_per_s" not in row:
                     growing.remove(trainer)
 
@@ -99,15 +99,14 @@ def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: 
     }  # fmt: skip
 
 
-def measure_point(point: dict, steps: int | None = None) -> dict:
+def measure_point(offload: str, flags: str, steps: int | None = None, **point) -> dict:
     """The measurement at this point, or why there is none. steps: to measure; None: n_steps()."""
     warmup, usual = n_steps(point["batch"] * point["block"])
-    warmup += "--cuda_graph=true" in point["flags"]  # the step that records the graph takes longer
-    flags = [f"--offload={point['offload']}", *shlex.split(point["flags"])]
-    if "--lora_rank" in f"{TRAINERS[point['trainer']].flags} {point['flags']}":
-        flags.append(f"--init_from={runner.random_base(point['config']).name}")
-    options = {key: point[key] for key in ("config", "batch", "block", "checkpointing", "ranks", "limit_gib")}
-    return runner.train_steps(point["trainer"], steps or usual, flags, warmup, **options)
+    warmup += "--cuda_graph=true" in flags  # the step that records the graph takes longer
+    settings = [f"--offload={offload}", *shlex.split(flags)]
+    if "--lora_rank" in f"{TRAINERS[point['trainer']].flags} {flags}":
+        settings.append(f"--init_from={runner.random_base(point['config']).name}")
+    return runner.train_steps(**point, steps=steps or usual, warmup=warmup, flags=settings)
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
@@ -120,7 +119,7 @@ def finetune(s: SimpleNamespace, record: Record) -> None:
         for shape, trainer in itertools.product(shapes.split(","), trainers.split(",")):
             batch, block = settings.shape(shape)
             point = point_of(trainer, batch, block, checkpointing, "none", [*flags.split(), *s.flags], s)
-            record.measure("batch", point, measure_point, point, s.steps)
+            record.measure("batch", point, measure_point, **point, steps=s.steps)
 
 
 def main(argv: list[str]) -> None:

@@ -23,13 +23,33 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
     "losses": "loss", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
-FORMATS = {  # of a row's keys; others have two decimals below 10, one below 1,000
-    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
-    "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
-    "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}",
-    "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}", "ratio": "{:.2f}", "copy_tb_s": "{:.2f}",
-    "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`", "flags": "`{}`",
-}  # fmt: skip
+
+
+def title(trainer: str) -> str:
+    return TRAINERS[trainer].title if trainer in TRAINERS else f"`{trainer}`"
+
+
+def last_third(numbers: Iterable[float]) -> float:
+    """The mean of the last third of the numbers."""
+    numbers = list(numbers)
+    return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
+
+
+FORMATS = {  # of a row's keys: a function from the value to its text
+    "trainer": title,
+    "shape": lambda sizes: " ".join(f"{letter}{size}" for letter, size in sizes.items()),
+    "losses": lambda losses: f"{last_third(losses):.4f}",
+    "val": lambda evaluations: ", ".join(f"{loss:.4f}" for _, loss in evaluations),
+    "mfu": "{:.1%}".format,
+    "cost": "{:+.1%}".format,
+    "mean": "{:+.4f}".format,
+    "rate": "{:g}".format,
+    **dict.fromkeys(("of_copy", "of_limit"), "{:.0%}".format),
+    **dict.fromkeys(("loss", "distance", "val_loss", "best_val_loss"), "{:.4f}".format),
+    **dict.fromkeys(("bits_per_byte", "xz_bits_per_byte"), "{:.3f}".format),
+    **dict.fromkeys(("step_ms", "update_gb_per_s", "plain_gb_per_s", "ratio", "copy_tb_s"), "{:.2f}".format),
+    **dict.fromkeys(("op", "technique", "command", "config", "flags"), "`{}`".format),
+}
 
 
 def table(rows: Iterable[dict], keys: str) -> str:
@@ -44,20 +64,12 @@ def markdown(keys: list[str], lines: list[list[str]]) -> str:
 
 
 def cell(row: dict, key: str) -> str:
-    """What a row says of a key: - if nothing."""
+    """What a row says of a key: - if nothing. Numbers without a format have about three digits."""
     value = row.get(key)
     if value is None or value == "":
         return "out of memory" if row.get("oom") and key in ("tok_per_s", "losses") else "-"
-    if key == "trainer":
-        return title(row)
-    if key == "shape":
-        return " ".join(f"{letter}{number}" for letter, number in value.items())
-    if key == "losses":
-        return f"{last_third(value):.4f}"
-    if key == "val":
-        return ", ".join(f"{loss:.4f}" for _, loss in value)
     if key in FORMATS:
-        return FORMATS[key].format(value)
+        return FORMATS[key](value)
     if isinstance(value, float):
         digits = 0 if value >= 1000 else 1
         return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2f}"
@@ -78,18 +90,13 @@ def is_measured(row: dict) -> bool:
     return "tok_per_s" in row
 
 
-def title(row: dict) -> str:
-    trainer = row["trainer"]
-    return TRAINERS[trainer].title if trainer in TRAINERS else f"`{trainer}`"
-
-
 def side_by_side(rows: Iterable[dict], keys="batch block") -> str:
     """Tokens per second and peak GiB, with a column for each trainer and a line for each point, named by the keys."""
     lines = {}
     for row in rows:
         point = tuple(cell(row, key) for key in keys.split())
         result = "{tok_per_s:,.0f} · {peak_gib:.1f}".format(**row) if is_measured(row) else "out of memory"
-        lines.setdefault(point, {})[title(row)] = result
+        lines.setdefault(point, {})[title(row["trainer"])] = result
     titles = list(dict.fromkeys(name for line in lines.values() for name in line))
     cells = [[*point, *(line.get(name, "-") for name in titles)] for point, line in lines.items()]
     return markdown([*keys.split(), *titles], cells)
@@ -104,14 +111,9 @@ def sweep_table(rows: list[dict]) -> str:
 
 
 def adapters_table(rows: list[dict]) -> str:
-    rows = sorted(filter(is_measured, rows), key=lambda row: (row["batch"] * row["block"], row["batch"], title(row)))
+    rows = filter(is_measured, rows)
+    rows = sorted(rows, key=lambda row: (row["batch"] * row["block"], row["batch"], title(row["trainer"])))
     return table(rows, "batch block trainer checkpointing flags tok_per_s peak_gib")
-
-
-def last_third(numbers: Iterable[float]) -> float:
-    """The mean of the last third of the numbers."""
-    numbers = list(numbers)
-    return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
 def losses_table(rows: list[dict]) -> str:

@@ -36,13 +36,15 @@ def leave_run(folder, losses, every=10, settings=None, **summary):
 
 
 def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
-    first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
+    first = leave_run(
+        tmp_path / "a", [4.0, 3.0], settings={"dataset": "a", "optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25
+    )
     going = leave_run(tmp_path / "c", [4.0, 2.0, 2.5])
     out = tmp_path / "both.png"
     out.touch()  # a previous plot
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), f"--out={out}"])
     _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
-    assert "-0.5000; one seed each" in difference
+    assert "-0.5000; one seed" in difference
     assert rows == [
         f"| {first} | {first} | 20 | 20,000 | 600.0 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
         f"| {going} | {going} | 30 | 30,000 | 900.0 | 2.5000 | 3.0000 | 3.0000 | - |",
@@ -101,20 +103,20 @@ def test_a_label_names_the_settings_that_differ_and_matter_and_seeds_share_it(ch
     assert run.labels_of([*folders, Path("new")], [*runs, losses_of()]) == [*labels, "new"], "it has no settings yet"
 
 
-@pytest.mark.parametrize(
-    "losses, verdict",
-    [
-        ([2.0, 2.1, 2.2], ", more than"), ([2.95, 3.05, 3.15], ", not more than"), ([3.0, 3.1, 3.2], ", not more than"),
-        ([2.0], ", more than"),
-    ],
-)  # fmt: skip
-def test_a_difference_is_compared_with_what_seeds_make(losses, verdict):
-    base = [3.0, 3.1, 3.2]
-    said = run.comparison("muon", losses, "adamw", base)
-    assert verdict in said
-    if len(losses) == 3:  # the same spread in both: 0.1
-        ratio = (losses[0] - base[0]) / (0.1 * math.sqrt(2 / 3))
-        assert f"= {ratio:+.1f} standard errors" in said and "at most 2.78)" in said
+def test_a_difference_is_compared_with_what_seeds_make():
+    seeds = [3.0, 3.1, 3.2]
+    text = run.comparison("muon", [2.5, 2.6, 2.7], "adamw", seeds)
+    assert "minus adamw: -0.5000" in text and f"= {-0.5 / (0.1 * math.sqrt(2 / 3)):+.1f} standard errors" in text
+    wider = run.comparison("muon", [2.4, 2.6], "adamw", seeds)  # each group has its own variance
+    assert f"= {-0.6 / math.sqrt(0.02 / 2 + 0.01 / 3):+.1f} standard errors" in wider
+    assert "one seed cannot tell" in run.comparison("muon", [2.0], "adamw", seeds)
+
+
+def test_losses_of_different_datasets_are_not_compared():
+    first, second, other = (losses_of(SETTINGS | {"dataset": name}) for name in ("a", "a", "b"))
+    assert "one seed" in run.comparisons({"first": [first], "second": [second], "new": []})[0]
+    assert "different datasets" in run.comparisons({"first": [first], "other": [other]})[0]
+    assert not run.comparisons({"first": [first]})
 
 
 @pytest.fixture
