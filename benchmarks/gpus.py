@@ -88,19 +88,18 @@ def measure_checkpoint(kind: str, n: int) -> dict:
             "checkpoint_bytes": sum(file.stat().st_size for file in newest(saving).iterdir()),
         }  # fmt: skip
         if kind == "saves":
-            row["seconds_without"] = wall_seconds(Path(without), steps)
-            row["seconds_with"] = wall_seconds(Path(saving), steps)
+            row["seconds_without"] = seconds_of_interval(Path(without), steps)
+            row["seconds_with"] = seconds_of_interval(Path(saving), steps)
             row["cost"] = row["seconds_with"] / row["seconds_without"] - 1
         resumed = train(saving, f"--max_iters={steps + 10}")
     assert resumed["steps"] == 10, "the third run did not resume"
     row["resume_seconds"] = resumed["resume_seconds"]
     if kind == "memory":
-        for name, summary in {"": plain, "saved_": saved, "resumed_": resumed}.items():
-            row[f"{name}cpu_gib"] = summary["cpu_gib"]
+        row |= {"cpu_gib": plain["cpu_gib"], "saved_cpu_gib": saved["cpu_gib"], "resumed_cpu_gib": resumed["cpu_gib"]}
     return row
 
 
-def wall_seconds(out_dir: Path, steps: int) -> float:
+def seconds_of_interval(out_dir: Path, steps: int) -> float:
     """Seconds between a run's log lines of step SAVE_EVERY and of the last step."""
     rows = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
     time_of = {row["step"]: row["time"] for row in rows if "loss" in row}

@@ -21,6 +21,7 @@ from benchmarks import losses, runner, sweep
 from benchmarks.estimate import cpu_gib, outside_gib, resolve
 from benchmarks.records import Record
 from benchmarks.settings import read_settings
+from benchmarks.tables import is_measured
 from configurator import SettingError
 from runtime import memory_advice
 
@@ -84,19 +85,20 @@ def resolved(model: str, name: str, s: SimpleNamespace):
 
 
 def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
-    """One sequence, then batches around the estimate until the largest that fits is known."""
-    row = measure_batch(model, name, 1, s, record)
+    """One sequence; then batches from the estimate upwards while they fit, or downwards until one fits."""
+
+    def fits(batch: int) -> bool:
+        return is_measured(measure_batch(model, name, batch, s, record))
+
+    if not fits(1):
+        return
     config, shape = resolved(model, name, s)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
-    i = max(bisect_right(BATCHES, largest) - 1, 0)
-    grows = None
-    while "tok_per_s" in row and 0 <= i < len(BATCHES):
-        tried = measure_batch(model, name, BATCHES[i], s, record)
-        fits = "tok_per_s" in tried
-        if "failed" in tried or grows not in (None, fits):
+    start = max(bisect_right(BATCHES, largest) - 1, 0)
+    first_fits = fits(BATCHES[start])
+    for batch in BATCHES[start + 1 :] if first_fits else reversed(BATCHES[:start]):
+        if fits(batch) != first_fits:
             return
-        grows = fits
-        i += 1 if fits else -1
 
 
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
@@ -104,8 +106,8 @@ def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record:
     config, shape = resolved(model, name, s)
     point = {
         "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
-        "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
-        "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
+        "checkpointing": flags.pop("activation_checkpointing"), "limit_gib": s.memory_limit_gib,
+        "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
     }  # fmt: skip
     row = point | {"cpu_gib": cpu_gib(config, replace(shape, batch_size=batch)) if name in OURS else 0.0}
     key = {"model": model, "technique": name, "batch": batch}

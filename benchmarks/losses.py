@@ -1,7 +1,7 @@
 """Does it learn as well? The losses of Llama 3.2 1B against those of Hugging Face's model, from the same weights.
 
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
-    python bench.py losses --trainers=nanocria,float32 --steps=100 --shape=4x512
+    python bench.py losses --trainers=nanocria,float32 --steps=100 --batch_size=4
 
 nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
@@ -20,8 +20,9 @@ import tempfile
 
 import torch
 
-from benchmarks import runner, settings
+from benchmarks import runner
 from benchmarks.peers import ADAMW, hf_masters, hf_model
+from benchmarks.settings import read_settings
 from benchmarks.timing import own_device
 from benchmarks.trainers import NANOCRIA, SEED, batches, llama_config, train_step
 from model import Llama, fill
@@ -31,7 +32,8 @@ from runtime.hf import hf_rows
 # settings
 trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
 steps = 300  # of training
-shape = "8x1024"  # sequences x tokens of a step
+batch_size = 8  # sequences of a step
+block_size = 1024  # tokens of a sequence
 out = "out/losses.json"  # the record
 
 LEARNING_RATE = 4e-4  # config/llama32_1b.py's
@@ -98,14 +100,13 @@ def make_optimizer(trainer: str, model: torch.nn.Module, rank: int) -> torch.opt
 
 
 def main(argv: list[str]) -> None:
-    lists = {"trainers": [*NANOCRIA, "hf", "float32", "hf-galore"], "shape": settings.shape}
-    s = settings.read_settings(globals(), argv, **lists)
+    s = read_settings(globals(), argv, trainers=[*NANOCRIA, "hf", "float32", "hf-galore"])
     record = runner.start("losses", s)
-    batch, block = s.shape[0]
     for trainer in s.trainers:
-        key = {"trainer": trainer, "steps": s.steps, "batch": batch, "block": block}
+        key = {"trainer": trainer, "steps": s.steps, "batch": s.batch_size, "block": s.block_size}
         if trainer in NANOCRIA:
-            record.measure("runs", key, train_losses, s.steps, batch, block, flags=NANOCRIA[trainer].flags.split())
+            flags = NANOCRIA[trainer].flags.split()
+            record.measure("runs", key, train_losses, s.steps, s.batch_size, s.block_size, flags=flags)
         else:
             record.measure("runs", key, runner.call, "losses.peer_losses", **key)
     runner.finish(record)

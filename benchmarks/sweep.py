@@ -23,10 +23,12 @@ from typing import Literal
 
 import torch
 
-from benchmarks import runner, settings
+from benchmarks import runner
 from benchmarks.estimate import resolve
 from benchmarks.peers import PEERS
 from benchmarks.records import Record
+from benchmarks.settings import read_settings
+from benchmarks.tables import is_measured
 from benchmarks.trainers import TRAINERS
 
 # settings
@@ -55,18 +57,19 @@ PRESETS = {
     "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json"],
 }  # fmt: skip
 ON_CPU = "--offload_activations=true"
-QLORA_AND_FP8 = "nanocria-qlora,nanocria-lora-fp8,nanocria-qlora-fp8"
-FINETUNE = [  # the fastest settings at each size: trainers, shapes, checkpointing, flags of nanocria
-    (QLORA_AND_FP8, "2x2048", "none", "--cuda_graph=true"),
-    ("nanocria-lora", "2x2048", "selective", "--cuda_graph=true"),
-    ("nanocria-qlora", "2x2048", "full", ON_CPU),  # the leanest
-    ("hf-liger-qlora", "2x2048", "none", ""),  # no other of theirs fits
-    ("hf-liger-lora,hf-liger-qlora", "2x2048", "full", ""),
-    (QLORA_AND_FP8, "1x8192,4x8192,1x32768", "selective", ON_CPU),
-    ("hf-liger-qlora", "1x8192,4x8192,1x32768,1x65536", "full", ""),
-    ("nanocria-qlora,nanocria-qlora-fp8", "1x131072", "full", ON_CPU),
-    ("unsloth-qlora", "2x2048", "none", ""),
-    ("unsloth-qlora,unsloth-qlora-long", "2x2048,1x8192,4x8192,1x32768", "full", ""),
+QLORA_AND_FP8 = ["nanocria-qlora", "nanocria-lora-fp8", "nanocria-qlora-fp8"]
+LONG = [(1, 8192), (4, 8192), (1, 32768)]
+FINETUNE = [  # the fastest settings at each size: trainers, (batch, block) of each, checkpointing, flags of nanocria
+    (QLORA_AND_FP8, [(2, 2048)], "none", "--cuda_graph=true"),
+    (["nanocria-lora"], [(2, 2048)], "selective", "--cuda_graph=true"),
+    (["nanocria-qlora"], [(2, 2048)], "full", ON_CPU),  # the leanest
+    (["hf-liger-qlora"], [(2, 2048)], "none", ""),  # no other of theirs fits
+    (["hf-liger-lora", "hf-liger-qlora"], [(2, 2048)], "full", ""),
+    (QLORA_AND_FP8, LONG, "selective", ON_CPU),
+    (["hf-liger-qlora"], [*LONG, (1, 65536)], "full", ""),
+    (["nanocria-qlora", "nanocria-qlora-fp8"], [(1, 131072)], "full", ON_CPU),
+    (["unsloth-qlora"], [(2, 2048)], "none", ""),
+    (["unsloth-qlora", "unsloth-qlora-long"], [(2, 2048), *LONG], "full", ""),
 ]
 
 
@@ -81,29 +84,33 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         growing = list(s.trainers)
         for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
             if trainer in growing:
-                point = point_of(trainer, batch, block, s.checkpointing, s.offload, s.flags, s)
+                point = point_of(trainer, batch, block, s.checkpointing, s.flags, s)
                 row = record.measure(kind, point, measure_point, **point, steps=s.steps)
-                if "tok_per_s" not in row:
+                if not is_measured(row):
                     growing.remove(trainer)
 
 
-def point_of(trainer: str, batch: int, block: int, checkpointing: str, offload: str, flags, s: SimpleNamespace) -> dict:
-    """What identifies a row of a sweep. A peer's offload is part of its name. flags: train.py's."""
-    is_peer = trainer in PEERS
-    if is_peer:
-        offload = "all" if trainer.endswith("offload") else "none"
+def finetune(s: SimpleNamespace, record: Record) -> None:
+    for trainers, shapes, checkpointing, flags in FINETUNE:
+        for (batch, block), trainer in itertools.product(shapes, trainers):
+            point = point_of(trainer, batch, block, checkpointing, [*flags.split(), *s.flags], s)
+            record.measure("batch", point, measure_point, **point, steps=s.steps)
+
+
+def point_of(trainer: str, batch: int, block: int, checkpointing: str, flags: list[str], s: SimpleNamespace) -> dict:
+    """What identifies a row of a sweep, and measure_point()'s arguments. flags: of train.py."""
     return {
         "config": s.config, "trainer": trainer, "ranks": s.ranks, "batch": batch, "block": block,
-        "checkpointing": checkpointing, "offload": offload, "limit_gib": s.memory_limit_gib,
-        "flags": "" if is_peer else shlex.join(flags),
+        "checkpointing": checkpointing, "limit_gib": s.memory_limit_gib,
+        "flags": "" if trainer in PEERS else shlex.join(flags),
     }  # fmt: skip
 
 
-def measure_point(offload: str, flags: str, steps: int | None = None, **point) -> dict:
+def measure_point(flags: str, steps: int | None = None, **point) -> dict:
     """The measurement at this point, or why there is none. steps: to measure; None: n_steps()."""
     warmup, usual = n_steps(point["batch"] * point["block"])
     warmup += "--cuda_graph=true" in flags  # the step that records the graph takes longer
-    settings = [f"--offload={offload}", *shlex.split(flags)]
+    settings = shlex.split(flags)
     if "--lora_rank" in f"{TRAINERS[point['trainer']].flags} {flags}":
         settings.append(f"--init_from={runner.random_base(point['config']).name}")
     return runner.train_steps(**point, steps=steps or usual, warmup=warmup, flags=settings)
@@ -114,19 +121,13 @@ def n_steps(tokens: int) -> tuple[int, int]:
     return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
 
 
-def finetune(s: SimpleNamespace, record: Record) -> None:
-    for trainers, shapes, checkpointing, flags in FINETUNE:
-        for shape, trainer in itertools.product(shapes.split(","), trainers.split(",")):
-            batch, block = settings.shape(shape)
-            point = point_of(trainer, batch, block, checkpointing, "none", [*flags.split(), *s.flags], s)
-            record.measure("batch", point, measure_point, **point, steps=s.steps)
-
-
 def main(argv: list[str]) -> None:
-    typed = settings.read_settings(globals(), argv, for_train_py=True)
+    typed = read_settings(globals(), argv, for_train_py=True)
     lists = {"trainers": TRAINERS, "batches": int, "contexts": int}
-    s = settings.read_settings(globals(), [*PRESETS.get(typed.preset, []), *argv], for_train_py=True, **lists)
+    s = read_settings(globals(), [*PRESETS.get(typed.preset, []), *argv], for_train_py=True, **lists)
     s.argv = argv
+    if s.offload != "none":
+        s.flags = [f"--offload={s.offload}", *s.flags]
     s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1
     # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
