@@ -35,11 +35,11 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
     tokenizer_help = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=tokenizer_help)
-    parser.add_argument("--val_fraction", type=float, help=f"validation share (default: {val_fraction})")
+    parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
+    parser.add_argument("--workers", type=count, default=cpu_cores(), help=workers_help)
 
 
 def expanded(text: str) -> Path:
@@ -50,6 +50,20 @@ def expanded(text: str) -> Path:
 def input_argument(text: str) -> Path:
     """An argparse type: a file, a folder, or - for standard input."""
     return Path("/dev/stdin") if text == "-" else expanded(text)
+
+
+def share(text: str) -> float:
+    """An argparse type: a number above 0 and below 1."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1")
+    return float(text)
+
+
+def count(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
 
 
 def tokenizer_for_data(name: str) -> Tokenizer:
@@ -93,6 +107,7 @@ def print_summary(folder: Path, meta: dict) -> None:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM print no traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may not be UTF-8
     try:
         main()
     except (ValueError, OSError, ImportError) as error:

@@ -54,6 +54,7 @@ def encode_documents(
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
     processes = []
     pipes = deque()
+    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit it: Ctrl-C is for this process
     try:
         for _ in first:
             pipe, workers_end = context.Pipe()
@@ -62,6 +63,7 @@ def encode_documents(
             workers_end.close()
             processes.append(process)
             pipes.append(pipe)
+        signal.signal(signal.SIGINT, on_ctrl_c)
         for pipe, batch in zip(pipes, first, strict=True):
             with worker_alive():
                 pipe.send((tokenizer, encode))
@@ -92,7 +94,6 @@ def worker_alive():
 
 def work(pipe: Connection) -> None:
     """The loop of a worker process: encode batches until the parent exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with suppress(EOFError, ConnectionError):
         tokenizer, encode = pipe.recv()
         while True:

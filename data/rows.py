@@ -85,7 +85,7 @@ def open_input(path: Path) -> BinaryIO:
 
 def is_json(path: Path) -> bool:
     """Whether a file's name says that it holds JSON. ValueError for a pipe, whose name does not tell it."""
-    if path.is_relative_to("/dev"):
+    if path.is_relative_to("/dev") and not path.suffix:  # not a file in /dev/shm
         raise ValueError(f"{path} is a pipe, whose name does not tell its format: state it with --format")
     name = path.name.lower()
     for suffix in DECOMPRESSORS:
@@ -102,12 +102,12 @@ def read_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any
             return
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
-            if not line.strip():
+            if not line.removeprefix(BOM).strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                bad(f"{where} is not JSON: {error}")
+                bad(f"{where} is not a line of JSON: {error}")
             else:
                 yield where, row
 

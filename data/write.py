@@ -37,8 +37,6 @@ def hash_of(text: str) -> int:
 
 def split_of(key: str, val_fraction: float) -> str:
     """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction is {val_fraction}, expected a share above 0 and below 1")
     return "val" if hash_of(key) < val_fraction * 2**64 else "train"
 
 

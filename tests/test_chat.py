@@ -420,7 +420,7 @@ def test_a_special_token_or_mark_in_tools_and_arguments_stays_text(reads):
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_is_learned_under_every_name_that_a_template_reads(reads, fast, given, read):
     template = QWEN.replace("reasoning_content", read)
-    row = {"messages": [ASKED, ANSWERED | {given: "It is dry."}]}
+    row = {"messages": [ASKED, ANSWERED | {"reasoning_content": "", given: "It is dry."}]}
     assert reads(template, row).endswith("<think>\nIt is dry.\n</think>\nNo.<|im_end|>\n")
     expected = [ASKED, ANSWERED | {read: "It is dry."}]  # not every version of transformers knows the other names
     assert reads(template, row) == fast.apply_chat_template(expected, chat_template=template, tokenize=False)
@@ -578,7 +578,7 @@ def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, 
 
 
 @pytest.mark.parametrize("bad, message", [
-    ("{", "not JSON"),
+    ("{", "not a line of JSON"),
     ('{"text": "a"}', "an object with text, expected an object with messages, or with prompt and completion"),
     (json.dumps({"instruction": "a", "output": "b", "messages": [Q, A]}), "fits several formats, messages and Alpaca"),
     ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),

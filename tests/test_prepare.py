@@ -132,14 +132,19 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, out):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--val_fraction=10", "--input", ROOT / "config"], "val_fraction is 10.0, expected a share above 0 and below 1"),
+    (["--val_fraction=inf"], "--val_fraction: inf is not above 0 and below 1"),
+    (["--val_fraction=nan"], "--val_fraction: nan is not above 0 and below 1"),
+    (["--workers=-1"], "--workers: -1 is not above 0"),
+    (["--input", "nothing"], "error: --input has no files: hidden ones and those directly in --out are not read"),
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
     (["--tokenizer=train:4k"], "expected a number of tokens, as in train:8192"),
+    (["--tokenizer=train:999999999"], "expected a number of tokens, as in train:8192"),
     ([], "error: 2 training and 0 validation documents"),
 ])  # fmt: skip
 def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
+    Path("nothing").mkdir()
     for name in ("a.txt", "b.txt", "empty.txt"):
         (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
     argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *map(str, words)]
@@ -147,6 +152,16 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         run_script(text.main)
     assert message in f"{stopped.value.code}{capsys.readouterr().err}"
+
+
+def test_a_file_whose_name_is_not_utf8_is_named_in_what_is_printed(tmp_path):
+    for name in (b"a.txt", b"b.txt", b"caf\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path, "--out", tmp_path / "out"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    run = subprocess.run([*command, "--errors=skip"], capture_output=True, text=True, env=strict)
+    assert run.returncode == 0, run.stderr
+    assert "caf\\udce9.txt cannot be read" in run.stdout
 
 
 ICELANDIC = """\
@@ -287,6 +302,7 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
         (lambda: None, []),
         (lambda: os.truncate(out / "val_000001.bin", 2), ["001.parquet"]),
         (lambda: os.truncate(out / "shard_000001.json", 30), ["001.parquet"]),
+        (lambda: (out / "shard_000001.json").write_text("{}"), ["001.parquet"]),
         (lambda: os.utime(parquets / "001.parquet", (0, 0)), ["001.parquet"]),
     ):
         damage()
@@ -340,6 +356,7 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
         (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read"),
         (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read"),
         (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
+        (parquets / "002.parquet", dict(val_fraction=1e-9), ValueError, "more files, or a larger --val_fraction"),
     ):
         with pytest.raises(error, match=message):
             fineweb_edu.prepare(source, tmp_path / "out", **OPTIONS | options)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data.rows import open_zstd
+from data.rows import is_json, open_zstd
 from data.text import prepare as text
 from tests.datasets import LFS_POINTER, contents, texts_of
 from tests.runs import ROOT
@@ -54,6 +54,7 @@ def read(tmp_path):
 FORMS = {
     "a.jsonl": LINES,
     "A.JSONL": b"\xef\xbb\xbf" + LINES,  # with a byte order mark
+    "b.jsonl": b"\xef\xbb\xbf\r\n" + LINES.replace(b"\n", b"\r\n"),
     "a.jsonl.gz": gzip.compress(LINES[:100]) + gzip.compress(LINES[100:]),
     "a.jsonl.zst": zstd(LINES[:100]) + zstd(LINES[100:]),
     "a.jsonl.bz2": bz2.compress(LINES),
@@ -88,6 +89,7 @@ def test_a_slow_pipe_is_read_as_a_file_is(tmp_path, name, format):
 
 
 def test_standard_input_needs_a_format(tmp_path):
+    assert is_json(Path("/dev/shm/a.jsonl")), "a file, not a pipe"
     command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input", "-"]
     lines = "one\n<|endoftext|>\ntwo\n"
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
@@ -122,11 +124,11 @@ def test_json_is_text_if_that_is_stated(read):
 
 BROKEN = {
     "null": "is of type NoneType, expected an object with the field 'text'",
-    "{broken": "is not JSON: Expecting property name enclosed in double quotes",
-    "9" * 5000: "is not JSON: ",
+    "{broken": "is not a line of JSON: Expecting property name enclosed in double quotes",
+    "9" * 5000: "is not a line of JSON: ",
     '{"text": null}': "has 'text' of type NoneType, expected a string",
     '{"title": 1, "messages": []}': "has no field 'text' but 'title', 'messages': set --field",
-    '{"text": "\xff"}': "is not JSON: 'utf-8' codec can't decode",
+    '{"text": "\xff"}': "is not a line of JSON: 'utf-8' codec can't decode",
 }
 
 

@@ -357,16 +357,17 @@ def test_a_strangers_folder_called_pystdlib_runs_nothing_and_ours_is_prepared_on
 
 
 def start_writer(tmp_path):
-    """A running prepare.py, and the processes it has started: two workers and multiprocessing's tracker."""
+    """A prepare.py with two workers, in a process group of its own."""
     (tmp_path / "long.txt").write_text("a line of text\n" * 5_000_000)
     words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", "--workers=2"]
     command = [sys.executable, ROOT / "data/text/prepare.py", *words]
-    writer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: any(file.stat().st_size for file in tmp_path.glob("out/train.bin.partial")))
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def children_of(writer):
+    """The processes that it has started: two workers and multiprocessing's tracker."""
     tasks = Path(f"/proc/{writer.pid}/task").glob("*/children")
-    children = [child for task in tasks for child in task.read_text().split()]
-    assert len(children) == 3, "two, and the tracker of multiprocessing"
-    return writer, [int(child) for child in children]
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_a_killed_writer_or_worker_and_sigterm_leave_no_dataset_and_no_workers(tmp_path):
@@ -380,7 +381,10 @@ def test_a_killed_writer_or_worker_and_sigterm_leave_no_dataset_and_no_workers(t
         (lambda writer, children: writer.terminate(), "\ninterrupted: nothing half-written is left\n", 1),
         (kill_worker, died, 1),
     ):
-        writer, children = start_writer(tmp_path)
+        writer = start_writer(tmp_path)
+        wait_until(lambda: any(file.stat().st_size for file in tmp_path.glob("out/train.bin.partial")))
+        children = children_of(writer)
+        assert len(children) == 3
         end(writer, children)
         assert writer.communicate(timeout=120)[1].endswith(said) and writer.returncode == code
         assert not list((tmp_path / "out").glob("*.bin"))
@@ -389,6 +393,13 @@ def test_a_killed_writer_or_worker_and_sigterm_leave_no_dataset_and_no_workers(t
             Tokens(tmp_path / "out", "train")
         wait_until(lambda children=children: not any(map(alive, children)), "workers outlived their parent")
         shutil.rmtree(tmp_path / "out")
+
+
+def test_ctrl_c_while_workers_start_is_one_sentence(tmp_path):
+    writer = start_writer(tmp_path)
+    wait_until(lambda: any("numpy" in Path(f"/proc/{child}/maps").read_text() for child in children_of(writer)))
+    os.killpg(writer.pid, signal.SIGINT)
+    assert writer.communicate(timeout=120)[1] == "\ninterrupted: nothing half-written is left\n"
 
 
 def test_a_dataset_may_have_more_shards_than_the_open_file_limit(tmp_path):

@@ -55,7 +55,7 @@ def as_read(message: dict, names: frozenset[str]) -> dict:
     if "tool_calls" in message and "tojson" in names:
         message = message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
     given = [message[name] for name in REASONING if name in message]
-    return message | dict.fromkeys(REASONING, given[0]) if given else message
+    return message | dict.fromkeys(REASONING, max(given, key=bool)) if given else message  # the first that is not empty
 
 
 def parse_arguments(call: dict) -> dict:

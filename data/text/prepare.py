@@ -123,6 +123,8 @@ def prepare(
     """Write the dataset into `folder`; return its meta.json. field: of the JSON objects."""
     bad = Bad(errors)
     files = [file for path in inputs for file in files_in(path, folder)]
+    if not files:
+        raise ValueError("--input has no files: hidden ones and those directly in --out are not read")
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 0.01 of a pipe
@@ -134,7 +136,7 @@ def prepare(
     texts = read_documents(files, format, field, chunk_chars, bad)
     documents = split_texts(texts, val_fraction)
     if str(tokenizer).startswith("train:"):
-        learned = re.fullmatch(r"train:(\d{1,9})", str(tokenizer))
+        learned = re.fullmatch(r"train:(\d{1,6})", str(tokenizer))
         if not learned:
             raise ValueError(f"--tokenizer {tokenizer}: expected a number of tokens, as in train:8192")
         first = list(first_documents(documents, LEARNED_CHARS))  # a pipe can be read only once
