@@ -25,8 +25,7 @@ from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
-from runtime.hf import POSITIONS, STRETCHED, Rows, hf_rows, read_config
-from runtime.resume import hf_files
+from runtime.hf import POSITIONS, STRETCHED, Rows, hf_files, hf_rows, read_config
 from runtime.save import commit, write_folder
 
 

@@ -37,7 +37,7 @@ from torch import nn
 
 from data.files import how_to_fetch, read_json, refuse_lfs_pointer
 from data.meta import check_meta
-from data.tokenizer import FILES, published_name
+from data.tokenizer import published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
@@ -55,7 +55,6 @@ from runtime.distributed import (
 from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
 
 SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
-TOKENIZER_FILES = (*FILES, "tokenizer.model")  # copied from the folder that a run began with
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
 CHUNK_BYTES = 2**22  # read and hashed at a time
@@ -91,8 +90,9 @@ class Folder(NamedTuple):
 
 
 def is_model(folder: Path) -> bool:
-    """True if a folder is a checkpoint or holds published weights."""
-    return any((folder / name).exists() for name in ("config.json", "params.json", ADAPTED))
+    """True if a folder is a checkpoint or holds published weights, even if a file is missing."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    return any((folder / name).exists() for name in ("config.json", "params.json", "run.json", ADAPTED, *weights))
 
 
 def is_meta(folder: Path) -> bool:
@@ -145,7 +145,7 @@ def digests_of(
     Every rank must call it: they share the work. Raises Damaged, on all ranks, if a file is missing. ends: by file.
     """
     pieces = [(file, begin, end) for file, of_file in ends.items() for begin, end in pairwise([0, *of_file])]
-    n_ranks = group_size(group)
+    mine = pieces[group_rank(group) :: group_size(group)]
 
     def digest(piece):
         name, begin, end = piece
@@ -161,13 +161,12 @@ def digests_of(
 
     def digest_mine():
         with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-            return list(threads.map(digest, pieces[group_rank(group) :: n_ranks]))
+            return dict(zip(mine, threads.map(digest, mine), strict=True))
 
-    by_rank = from_all_ranks(on_all_ranks(digest_mine, group), group)
-    digests = {file: [] for file in ends}
-    for i, (file, _, _) in enumerate(pieces):
-        digests[file].append(by_rank[i % n_ranks][i // n_ranks])
-    return digests
+    digests = {}  # of each piece
+    for of_rank in from_all_ranks(on_all_ranks(digest_mine, group), group):
+        digests |= of_rank
+    return {file: [digests[piece] for piece in pieces if piece[0] == file] for file in ends}
 
 
 def digest_of_run(run: dict) -> str:
@@ -260,8 +259,10 @@ def _tensors_of(path, stem):
     if (path / whole).exists():
         return _tensors_in(path, whole)
     if not index.exists():
-        only = "only whole models in .safetensors are read, and convert.py's"
-        raise Damaged(f"{path / whole} is missing: {only}. {how_to_fetch(path)}")
+        advice = "copy the whole checkpoint"
+        if stem != "optimizer":
+            advice = f"only whole models in .safetensors are read. {how_to_fetch(path)}"
+        raise Damaged(f"{path / whole} is missing: {advice}")
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
         raise Damaged(f"{index} has no weight_map from tensor names to file names")
@@ -342,25 +343,18 @@ def read_weights(
     tensors: Optimizer.tensors(). Every rank must call it. It needs memory for the rank's rows of one parameter at a
     time. Raises, on all ranks, Damaged, OSError, or ValueError if the folder lacks tensors or has more of them.
     """
-    # How the folder keeps the float32 masters: the lower halves of bfloat16 weights' ("lower_half"), whole beside
-    # float16 weights ("master"), or as the weights themselves (""). Every weight must have it.
-    master = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     states = [
         rows
         for (name, state), x in (tensors or {}).items()
         if state not in ("", "lower_half")
         for rows in hf_rows(name, x, config, state)
     ]
-    known = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states} | {HEAD}
-    more = [
-        name
-        for name, info in folder.tensors.items()
-        if name not in known
-        and not name.startswith(("lower_half.", "master."))
-        and (tensors or not info.file.startswith("optimizer"))
-    ]
-    if more:
-        raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
+    names = {hf_name for name in parameters for hf_name in hf_names(name)}
+    _refuse_unknown(folder, names | {rows.name for rows in states} | {HEAD}, reads_states=tensors is not None)
+    # How the folder keeps the float32 masters: the lower halves of bfloat16 weights' ("lower_half"), whole beside
+    # float16 weights ("master"), or as the weights themselves (""). Every weight must have it.
+    prefixes = {name.partition(".")[0] for name in folder.tensors}
+    master = next((prefix for prefix in ("lower_half", "master") if prefix in prefixes), "")
 
     def read_as(dtype, name, state=""):
         x = torch.empty_like(parameters[name], dtype=dtype, device="cpu").detach()
@@ -379,6 +373,18 @@ def read_weights(
             read_rows(folder, rows)
 
     on_all_ranks(fill_all)
+
+
+def _refuse_unknown(folder, known: set[str], reads_states: bool) -> None:
+    """ValueError if the folder has tensors that would not be read: the model computes something else."""
+    unknown = [
+        name
+        for name, info in folder.tensors.items()
+        if name not in known and not name.startswith(("lower_half.", "master."))
+        if reads_states or not info.file.startswith("optimizer")
+    ]
+    if unknown:
+        raise ValueError(f"{folder.path} has {len(unknown)} tensors that the model does not have: {min(unknown)}, ...")
 
 
 def open_base(folder: Folder) -> Folder:

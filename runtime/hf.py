@@ -1,4 +1,4 @@
-"""Hugging Face's format: its names for our parameters, the matrices packed in them, and config.json.
+"""Hugging Face's format: its names for our parameters, the matrices packed in them, config.json and tokenizer files.
 
 Our model packs q, k, v in one parameter and gate, up in another (LlamaConfig.packed_rows); Hugging Face publishes each
 by itself. FSDP gives a rank some rows of a parameter, so some rows of some of the matrices. Optimizer states with as
@@ -6,6 +6,7 @@ many rows as their parameter are split alike, and named exp_avg.model.layers.0.s
 peft's names.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import model
 from configurator import check
-from data.tokenizer import DOC_START, LLAMA3_VOCAB
+from data.tokenizer import (
+    DOC_START,
+    FILES,
+    LLAMA3_VOCAB,
+    dataset_files,
+    object_in,
+    read_files,
+    replace_files,
+    to_json,
+    tokenizer_of,
+)
 from model import ROPE_SCALING_KEYS, LlamaConfig
+from runtime.distributed import from_rank_0
 
 WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matrices packed in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
@@ -36,6 +48,7 @@ WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matric
 OWN = set()
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
+TOKENIZER_FILES = (*FILES, "tokenizer.model")  # copied from the folder that a run began with
 ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
 POSITIONS = "max_position_embeddings"
@@ -235,10 +248,49 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, source: dict, 
     return content
 
 
-def write_adapter_config(base: Path, rank: int, alpha: float) -> dict:
-    """The content of peft's adapter_config.json for adapters on all projections of the model in the folder base."""
-    return {
+# ----------------------------------------------------------------------------------------------------------------------
+# A checkpoint's files without tensors
+
+
+def hf_files(
+    folder, config: LlamaConfig, tokenizer: str, dtype: str, dataset: dict, data: Path | None = None
+) -> dict[str, bytes]:
+    """config.json, generation_config.json and the tokenizer's files, by name. Every rank must call it.
+
+    folder: the open folder that the weights are from, or None; dataset: meta.json of the data they were or are trained
+    on, or {}; data: the folder of that.
+    """
+
+    def read():
+        files = {}
+        if folder:
+            files = read_files(folder.path, TOKENIZER_FILES)
+        if data:
+            files = replace_files(files, dataset_files(data, dataset))
+        if "tokenizer.json" not in files:
+            with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
+                files = tokenizer_of(data or folder.path).hf_files() | files
+        if tokenizer == "llama3" and "tokenizer.json" in files:
+            files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
+        return files
+
+    config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
+    files = from_rank_0(read)
+    if "generation_config.json" in files and dataset.get("eos"):  # transformers prefers its eos
+        generation = object_in(files, "generation_config.json")
+        generation["eos_token_id"] = config_json["eos_token_id"]
+        files["generation_config.json"] = to_json(generation)
+    return files | {"config.json": to_json(config_json)}
+
+
+def adapter_files(files: dict[str, bytes], base: Path, rank: int, alpha: float) -> dict[str, bytes]:
+    """hf_files() for a checkpoint of adapters on all projections of the model in the folder base: with peft's
+    adapter_config.json, and without config.json, beside which transformers would expect a whole model.
+    """
+    adapter_config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": os.path.abspath(base),
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     }  # fmt: skip
+    others = {name: content for name, content in files.items() if name != "config.json"}
+    return others | {ADAPTED: files["config.json"], "adapter_config.json": to_json(adapter_config)}

@@ -8,7 +8,6 @@
 Each ends the run with a sentence if it cannot go on. Every rank must call them.
 """
 
-import contextlib
 import os
 import shlex
 import time
@@ -17,10 +16,8 @@ from typing import TextIO
 
 from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
-from data.tokenizer import dataset_files, object_in, read_files, replace_files, to_json, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
-    TOKENIZER_FILES,
     Damaged,
     Folder,
     check_sizes,
@@ -44,7 +41,7 @@ from runtime.distributed import (
     stop,
     stop_on_error,
 )
-from runtime.hf import ADAPTED, OWN, hf_names, read_config, write_adapter_config, write_config
+from runtime.hf import OWN, adapter_files, hf_files, hf_names, read_config
 from runtime.save import lock_out_dir, mark_damaged
 
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
@@ -230,7 +227,7 @@ def restore(
     base = start and _base_of(start, run_info["settings"])
     if base:
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
-    files = _hf_files_of(start, base, model.config, run_info)
+    files = _files_to_save(start, base, model.config, run_info)
     if start is None or not _is_checkpoint_of(start, out_dir):
         return _begin(start, base, model, optimizer, run_info), files
     run = _resume(start, model, optimizer, run_info)
@@ -289,48 +286,10 @@ def _changes(run: dict, run_info: dict) -> list[str]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A checkpoint's files without tensors
-
-
-def hf_files(
-    folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype: str, dataset: dict, data: Path | None = None
-) -> dict[str, bytes]:
-    """config.json, generation_config.json and the tokenizer's files, by name. Every rank must call it.
-
-    folder: the weights' source; dataset: meta.json of the data they were or are trained on, or {}; data: its folder.
-    """
-
-    def read():
-        files = {}
-        if folder:
-            files = read_files(folder.path, TOKENIZER_FILES)
-        if data:
-            files = replace_files(files, dataset_files(data, dataset))
-        if "tokenizer.json" not in files:
-            with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
-                files = tokenizer_of(data or folder.path).hf_files() | files
-        if tokenizer == "llama3" and "tokenizer.json" in files:
-            files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
-        return files
-
-    config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
-    files = from_rank_0(read)
-    if "generation_config.json" in files and dataset.get("eos"):  # transformers prefers its eos
-        generation = object_in(files, "generation_config.json")
-        generation["eos_token_id"] = config_json["eos_token_id"]
-        files["generation_config.json"] = to_json(generation)
-    return files | {"config.json": to_json(config_json)}
-
-
-def _hf_files_of(folder, base, config, run_info):
-    """hf_files(), and for a run that trains adapters the files that describe the adapters and their base."""
+def _files_to_save(folder, base, config, run_info) -> dict[str, bytes]:
+    """The files without tensors of this run's checkpoints."""
     settings = run_info["settings"]
     dataset = run_info["dataset"]
     data = dataset_folder(next(iter(dataset_parts(settings["dataset"]))))  # all parts of a mix have its tokenizer
     files = hf_files(folder, config, dataset["tokenizer"], run_info["dtype"], dataset, data)
-    if base:
-        adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
-        files["adapter_config.json"] = to_json(adapter)
-        files[ADAPTED] = files.pop("config.json")  # next to that transformers would expect a whole model
-    return files
+    return adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"]) if base else files

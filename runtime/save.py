@@ -208,17 +208,22 @@ def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: Lla
 
 
 def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
-    if dtype != torch.bfloat16:
-        weight = rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype))
-        return weight, rows._replace(name=f"master.{rows.name}")
+    """The weight, and what the master has beyond it. Both are computed when they are written, one at a time."""
+    master = rows.tensor
+    if dtype == torch.bfloat16:
+        weight = rows._replace(dtype=dtype, tensor=lambda: _halves(master)[0])
+        rest = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=lambda: _halves(master)[1])
+    else:
+        weight = rows._replace(dtype=dtype, tensor=lambda: master.to(dtype))
+        rest = rows._replace(name=f"master.{rows.name}")
+    return weight, rest
 
-    def half(i):
-        halves = torch.empty_like(rows.tensor, dtype=dtype), torch.empty_like(rows.tensor, dtype=torch.int16)
-        split_halves(rows.tensor, *halves)
-        return halves[i]
 
-    lower = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=partial(half, 1))
-    return rows._replace(dtype=dtype, tensor=partial(half, 0)), lower
+def _halves(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    upper = torch.empty_like(master, dtype=torch.bfloat16)
+    lower = torch.empty_like(master, dtype=torch.int16)
+    split_halves(master, upper, lower)
+    return upper, lower
 
 
 # ----------------------------------------------------------------------------------------------------------------------

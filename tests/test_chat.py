@@ -20,7 +20,7 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.vocabulary import Tiktoken
 from model import LlamaConfig
-from runtime.resume import hf_files
+from runtime.hf import hf_files
 from tests.datasets import contents
 from tests.published import CHATML, publish_chat_model, smollm2
 

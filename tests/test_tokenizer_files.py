@@ -21,7 +21,7 @@ from data.tokens import Tokens
 from data.vocabulary import TextStream
 from data.write import write_dataset
 from model import LlamaConfig
-from runtime.resume import hf_files
+from runtime.hf import hf_files
 from tests.datasets import LFS_POINTER, TEXTS, package_file
 from tests.published import smollm2
 from tests.runs import prose
