@@ -20,6 +20,7 @@ import difflib
 import os
 import re
 import runpy
+import signal
 import sys
 import textwrap
 import types
@@ -30,8 +31,6 @@ from pathlib import Path
 PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all serialize to JSON
 WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
-
-
 FORMER = {  # names of settings in older versions
     "fused_kernels": "it is now kernels=none, blocks or all", "fused_loss": "it is now kernels=none, blocks or all",
     "base_dtype": "it is now quantize_base=none or nf4", "galore_interval": "it is now a constant",
@@ -70,6 +69,7 @@ def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
     values |= named
     if wants_help:
         if is_rank_0:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
             print(help_text(namespace, settings, values))
         sys.exit(0)
     namespace.update(values)

@@ -36,25 +36,27 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     """
     opened, meta_weights = read_meta(source) if is_meta(source) else (open_folder(source), None)
     settings, tokenizer = read_config(opened)
+    config = LlamaConfig(**settings)
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
     try:
         if meta_weights is None:
             model = load_model(source, "cpu", getattr(torch, dtype))
             merge_lora(model)
+            rows = rows_of(model)
         else:
-            with torch.device("meta"):
-                model = Llama(LlamaConfig(**settings)).to(getattr(torch, dtype))
-        rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
-        if meta_weights is not None:
-            rows = rows_of_meta(meta_weights, rows, model.config.head_dim, source)
+            rows = rows_of_meta(meta_weights, config, getattr(torch, dtype), source)
         dataset = (opened.run or {}).get("dataset", {})
-        others = hf_files(opened, model.config, tokenizer, dtype, dataset)
+        others = hf_files(opened, config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
         write_folder(partial, {"model": rows}, others, run)
         commit(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def rows_of(model: Llama) -> list[Rows]:
+    return [rows for name, p in model.named_parameters() for rows in hf_rows(name, p, model.config)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,17 +118,19 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     return Folder(path, None, config, {}), weights
 
 
-def rows_of_meta(weights: dict[str, torch.Tensor], rows: list[Rows], head_dim: int, path: Path) -> list[Rows]:
-    """These rows of a model, with weights in place of its own: each is read when it is written.
+def rows_of_meta(weights: dict[str, torch.Tensor], config: LlamaConfig, dtype: torch.dtype, path: Path) -> list[Rows]:
+    """The rows of the model of this config, with read_meta()'s weights: each is read when it is written.
 
     ValueError if the weights are not those of this model.
     """
+    with torch.device("meta"):
+        rows = rows_of(Llama(config).to(dtype))
     expected = {row.name: row.shape for row in rows}
     for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "none"
         if found != expected.get(name, "none"):
             raise ValueError(f"expected {name} of shape {expected.get(name, 'none')}: {path} has {found}")
-    return [row._replace(tensor=partial(in_hf_order, weights[row.name], row, head_dim)) for row in rows]
+    return [row._replace(tensor=partial(in_hf_order, weights[row.name], row, config.head_dim)) for row in rows]
 
 
 def in_hf_order(weight: torch.Tensor, row: Rows, head_dim: int) -> torch.Tensor:

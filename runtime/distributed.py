@@ -7,6 +7,7 @@ collectives below return at once.
 import contextlib
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -28,6 +29,11 @@ local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))
 local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this machine, by torchrun --max-restarts
+
+
+# A stream that was closed before the start, by >&- or a daemon, is None: print() allows for that, flush() would not.
+sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def say(*args, **kwargs) -> None:
@@ -55,7 +61,9 @@ def progress(items: Sequence, what: str) -> Iterator:
             now = time.monotonic()
             if rank == 0 and now - last_shown > (1 if updates else 10):
                 text = f"{what}: {i:,} of {len(items):,}"
-                say(f"\r{text}\x1b[K" if updates else text, end="" if updates else "\n", file=sys.stderr)
+                if updates:  # a longer text would wrap, and begin a new line each second
+                    text = f"\r{text[1 - shutil.get_terminal_size().columns :]}\x1b[K"
+                say(text, end="" if updates else "\n", file=sys.stderr)
                 last_shown = now
                 shown = True
             yield item

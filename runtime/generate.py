@@ -102,9 +102,9 @@ def generate(
         return [text[-1] if runs else None for text, runs in zip(texts, running, strict=True)]
 
     tokens = None
-    longest = n_positions  # of the rows in the caches; the first time it makes the loop read the prompts
+    longest = 0  # of the rows in the caches
     for _ in range(max_new_tokens):
-        if longest == n_positions:
+        if tokens is None or longest == n_positions:  # read the prompts, or again what fits of each text
             for text, runs in zip(texts, running, strict=True):
                 if len(text) > block_size or not runs:
                     # Keep one token of a row that has ended: if full, it would have all rows read again at every token.

@@ -1,10 +1,14 @@
 """Settings from defaults, files and flags, of a small script in a temporary folder."""
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
+
+from tests.runs import ROOT
 
 SCRIPT = '''"""Train a toy
 in two lines.
@@ -202,3 +206,13 @@ def test_only_rank_0_prints_and_every_rank_exits(printed, monkeypatch):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         assert bool(printed(2, "--batch_size=x")) == bool(printed(0, "--help")) == (rank == "0")
+
+
+def test_help_ends_silently_if_nobody_reads_on(folder):
+    """As in --help | head."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    options = dict(stdout=writing, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, folder / "train.py", "--help"], **options)
+    os.close(writing)
+    assert not done.stderr, done.stderr

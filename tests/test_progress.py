@@ -30,20 +30,22 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream, seconds, shown", [
-    (io.StringIO, 4, "reading: 2 of 6\nreading: 5 of 6\n"),
-    (Terminal, 4, "".join(f"\rreading: {i} of 6\x1b[K" for i in range(6)) + "\r\x1b[K"),
+    (io.StringIO, 4, "reading a long path: 2 of 6\nreading a long path: 5 of 6\n"),
+    (Terminal, 4, "".join(f"\ra long path: {i} of 6\x1b[K" for i in range(6)) + "\r\x1b[K"),
     (io.StringIO, 1, ""), (Terminal, 0.1, ""),
 ])  # fmt: skip
 def test_a_terminal_has_one_line_that_is_cleared_and_a_file_a_line_every_ten_seconds(
     clock, monkeypatch, stream, seconds, shown
 ):
+    """In a line of 20 columns, of which the last stays empty: a longer one would wrap."""
     stderr = stream()
+    monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setattr("sys.stderr", stderr)
     clock(seconds)
-    assert list(progress("abcdef", "reading")) == list("abcdef")
+    assert list(progress("abcdef", "reading a long path")) == list("abcdef")
     assert stderr.getvalue() == shown
     monkeypatch.setattr(distributed, "rank", 1)
-    assert list(progress("abcdef", "reading")) == list("abcdef")
+    assert list(progress("abcdef", "reading a long path")) == list("abcdef")
     assert stderr.getvalue() == shown, "another rank speaks"
 
 
