@@ -97,14 +97,12 @@ def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
 
 
 def launcher(ranks: int) -> str:
-    """What starts train.py on so many GPUs. Of several hosts, each runs this command."""
+    """What starts train.py on so many GPUs. Of several hosts with 8 each, each runs this command."""
     if ranks == 1:
         return "python"
     if ranks <= 8:
         return f"torchrun --standalone --nproc_per_node={ranks}"
-    per_host = math.gcd(ranks, 8)
-    hosts = f"--nnodes={ranks // per_host} --nproc_per_node={per_host}"
-    return f"torchrun {hosts} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    return f"torchrun --nnodes={ranks // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
 
 
 def recommended(rows: list[dict], block_size: int) -> dict:

@@ -38,11 +38,11 @@ ROUNDS = 3  # timed, after one to warm up
 
 
 @torch.no_grad()
-def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, copy_tb_s=1.0, **changes) -> dict:
+def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, copy_tb_s: float) -> dict:
     """On the GPU in bfloat16, or on the CPU in float32. copy_tb_s: the rate of a large copy."""
     device = timing.own_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    c = llama_config(config, block_size=prompt + tokens, **changes)
+    c = llama_config(config, block_size=prompt + tokens)
     prompts = torch.randint(c.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
     if trainer == "nanocria":
         with torch.device("meta"):

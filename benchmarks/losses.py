@@ -22,9 +22,10 @@ import torch
 
 from benchmarks import runner
 from benchmarks.peers import ADAMW, hf_masters, hf_model
-from benchmarks.settings import read_settings
+from benchmarks.settings import ROOT, read_settings
 from benchmarks.timing import own_device
 from benchmarks.trainers import NANOCRIA, SEED, batches, llama_config, train_step
+from configurator import preview
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf import hf_rows
@@ -61,13 +62,15 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
     assert not theirs, f"they train what train.py does not: {list(theirs)}"
 
 
-def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes):
+def peer_losses(trainer: str, steps: int, batch: int, block: int, config=runner.CONFIG) -> dict:
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
     device = own_device()
     if device.type == "cuda":
         memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
-    c = llama_config(config, block_size=block, **changes)
+    c = llama_config(config, block_size=block)
+    settings = preview(ROOT / "train.py", [str(ROOT / config)])
+    compute_dtype = settings["dtype"].replace("auto", "bfloat16")
     if trainer == "hf":
         model, loss_of, _ = hf_masters(c, "none", device)
     else:
@@ -75,7 +78,7 @@ def peer_losses(trainer, steps, batch, block, config=runner.CONFIG, compute_dtyp
     with torch.device("meta"):
         ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded to the compute dtype, as in train.py
     begin_as_train_py(ours, dict(model.named_parameters()), device)
-    optimizer = make_optimizer(trainer, model, rank)
+    optimizer = make_optimizer(trainer, model, settings["galore_rank"])
     losses = []
     for i, sequences in enumerate(batches(steps, batch, block, device)):
         for group in optimizer.param_groups:

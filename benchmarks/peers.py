@@ -48,14 +48,12 @@ from runtime.hf import write_config
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LEARNING_RATE = 1e-4
+ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -213,7 +211,7 @@ def torchtitan(c: LlamaConfig, checkpointing: str, device):
     return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
 
 
-def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen", graph=True):
+def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"):
     """The package torchtitan 0.3: its model, tied as c says, compiled and sharded by its parallelize_llama, its chunked
     loss, and its CUDA graph of forward and backward. attention: varlen, by FlashAttention 4, or flex.
 
@@ -230,7 +228,7 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
     chunked_loss.set_lm_head(model.lm_head)
     model._skip_lm_head = True
     optimizer = adamw(model)
-    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not graph)  # a graph adds to the same tensors
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # the graph adds to the same tensors
 
     @functools.cache
     def mask_of(batch: int, block: int):
@@ -243,7 +241,7 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
         loss.backward()
         return loss
 
-    run = wrap_with_cuda_graph(forward_backward) if graph else forward_backward
+    run = wrap_with_cuda_graph(forward_backward)
 
     def loss_of(tokens, targets):
         n_targets = torch.tensor(RANKS * tokens.numel(), device=device)
@@ -467,7 +465,6 @@ PEERS = {
     "torchtitan": Trainer("torchtitan", torchtitan),
     "torchtitan-0.3": Trainer("torchtitan 0.3", torchtitan_03),
     "torchtitan-0.3-flex": Trainer("torchtitan 0.3, flex", partial(torchtitan_03, attention="flex")),
-    "torchtitan-0.3-eager": Trainer("torchtitan 0.3, no CUDA graph", partial(torchtitan_03, graph=False)),
     # pure bfloat16
     "hf": Trainer("Hugging Face", hf),
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),

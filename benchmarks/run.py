@@ -33,24 +33,21 @@ LONGEST_LABEL = 60  # characters
 def labels_of(folders: list[Path], runs: list[Losses]) -> list[str]:
     """The settings that differ between runs. Those that differ only in their seed have the same label.
 
-    The folder's name if nothing differs, too much does, or the settings are not known yet; also for a run whose seed,
-    too, is that of an earlier one: perhaps the code was changed between them.
+    The folder's name if the settings are not known yet or too long, and for a run whose seed, too, is that of an
+    earlier one: perhaps the code was changed between them. The first folder's for all if nothing differs.
     """
     known = [{name: run.settings[name] for name in run.settings if not NOT_IN_LABELS.fullmatch(name)} for run in runs]
     names = dict.fromkeys(name for settings in known for name in settings)
     differing = [name for name in names if len({str(settings.get(name)) for settings in known if settings}) > 1]
+    first = next((str(folder) for folder, settings in zip(folders, known, strict=True) if settings), "")
     labels = []
-    first_folders = {}  # of each text that makes no label
     seeds = set()  # of each label
     for folder, run, settings in zip(folders, runs, known, strict=True):
-        text = ", ".join(f"{name}={settings.get(name)}" for name in differing)
-        if not settings:
+        text = ", ".join(f"{name}={settings.get(name)}" for name in differing) or first
+        seed = run.settings.get("seed")
+        if not settings or len(text) > LONGEST_LABEL or (text, seed) in seeds:
             text = str(folder)
-        elif not text or len(text) > LONGEST_LABEL:
-            text = first_folders.setdefault(text, str(folder))
-        if (text, run.settings.get("seed")) in seeds:
-            text = str(folder)
-        seeds.add((text, run.settings.get("seed")))
+        seeds.add((text, seed))
         labels.append(text)
     return labels
 

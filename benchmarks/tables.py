@@ -23,6 +23,13 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
     "losses": "loss", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
+FORMATS = {  # of numbers and names, by a row's keys; other numbers have two decimals below 10, one below 1,000
+    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
+    "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
+    "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}", "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}",
+    "ratio": "{:.2f}", "copy_tb_s": "{:.2f}", "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`",
+    "flags": "`{}`",
+}  # fmt: skip
 
 
 def title(trainer: str) -> str:
@@ -35,20 +42,11 @@ def last_third(numbers: Iterable[float]) -> float:
     return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
-FORMATS = {  # of a row's keys: a function from the value to its text
+TEXTS = {  # of other values
     "trainer": title,
     "shape": lambda sizes: " ".join(f"{letter}{size}" for letter, size in sizes.items()),
     "losses": lambda losses: f"{last_third(losses):.4f}",
     "val": lambda evaluations: ", ".join(f"{loss:.4f}" for _, loss in evaluations),
-    "mfu": "{:.1%}".format,
-    "cost": "{:+.1%}".format,
-    "mean": "{:+.4f}".format,
-    "rate": "{:g}".format,
-    **dict.fromkeys(("of_copy", "of_limit"), "{:.0%}".format),
-    **dict.fromkeys(("loss", "distance", "val_loss", "best_val_loss"), "{:.4f}".format),
-    **dict.fromkeys(("bits_per_byte", "xz_bits_per_byte"), "{:.3f}".format),
-    **dict.fromkeys(("step_ms", "update_gb_per_s", "plain_gb_per_s", "ratio", "copy_tb_s"), "{:.2f}".format),
-    **dict.fromkeys(("op", "technique", "command", "config", "flags"), "`{}`".format),
 }
 
 
@@ -64,12 +62,14 @@ def markdown(keys: list[str], lines: list[list[str]]) -> str:
 
 
 def cell(row: dict, key: str) -> str:
-    """What a row says of a key: - if nothing. Numbers without a format have about three digits."""
+    """What a row says of a key: - if nothing."""
     value = row.get(key)
     if value is None or value == "":
         return "out of memory" if row.get("oom") and key in ("tok_per_s", "losses") else "-"
+    if key in TEXTS:
+        return TEXTS[key](value)
     if key in FORMATS:
-        return FORMATS[key](value)
+        return FORMATS[key].format(value)
     if isinstance(value, float):
         digits = 0 if value >= 1000 else 1
         return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2f}"

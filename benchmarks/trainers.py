@@ -100,7 +100,7 @@ def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
 
 
 def measure(
-    trainer: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=5, history="", **changes
+    trainer: str, config: str, batch: int, block: int, checkpointing: str, steps: int, warmup: int, history=""
 ) -> dict:
     """Train a peer for warmup + steps: the median step, the peak memory of the rank that needs most, and tokens per
     second and losses over all ranks. batch: per rank. warmup 5: any later step is as fast as the fifth. history: a file
@@ -113,7 +113,7 @@ def measure(
     memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(SEED)
-    c = llama_config(config, block_size=block, **changes)
+    c = llama_config(config, block_size=block)
     model, loss_of, optimizer = TRAINERS[trainer].build(c, checkpointing, device)
     if history:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")

@@ -7,14 +7,23 @@ from benchmarks import generate
 from test_kernels import HAS_GPU
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "ffn_dim": 96, "vocab_size": 257}
-AT = {"config": "config/baby_llama.py", "batch": 3, "prompt": 8, "tokens": 6}
+TINY = "n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 32, 96, 257"
+
+
+@pytest.fixture
+def point(tmp_path):
+    """What is measured: a tiny model's config, three texts, the rate of a copy."""
+    config = tmp_path / "tiny.py"
+    config.write_text(TINY)
+    return {"config": str(config), "batch": 3, "prompt": 8, "tokens": 6, "copy_tb_s": 1.0}
 
 
 @pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
-    row = generate.measure("nanocria", **AT, **TINY, tie_embeddings=tied)
+def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied, point):
+    with open(point["config"], "a") as config:
+        config.write(f"\ntie_embeddings = {tied}")
+    row = generate.measure("nanocria", **point)
     block = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 96 + 2 * 32
     weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads one row per text
     cached = 3 * (8 + 4.5)  # 8 of the prompt, 3 of the warm-up, half of the 3 timed ones
@@ -23,7 +32,7 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
 
 
 @pytest.mark.parametrize("trainer, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
-def test_transformers_generates_as_many_tokens_with_its_cache(trainer, cache, monkeypatch):
+def test_transformers_generates_as_many_tokens_with_its_cache(trainer, cache, point, monkeypatch):
     used = set()
     forward = LlamaForCausalLM.forward
 
@@ -32,6 +41,6 @@ def test_transformers_generates_as_many_tokens_with_its_cache(trainer, cache, mo
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", noting)
-    row = generate.measure(trainer, **AT, **TINY)
+    row = generate.measure(trainer, **point)
     assert used == {cache}
     assert row["tok_per_s"] == pytest.approx(3 * 1000 / row["ms_per_token"])

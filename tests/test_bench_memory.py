@@ -75,8 +75,7 @@ def test_the_estimate_omits_what_train_py_refuses_and_names_its_command(monkeypa
 
 @pytest.mark.parametrize(
     "ranks, words",
-    [(1, "python"), (8, "torchrun --standalone --nproc_per_node=8"), (16, "--nnodes=2 --nproc_per_node=8"),
-     (12, "--nnodes=3 --nproc_per_node=4")],
+    [(1, "python"), (8, "torchrun --standalone --nproc_per_node=8"), (16, "--nnodes=2 --nproc_per_node=8")],
 )  # fmt: skip
 def test_the_command_starts_one_process_per_gpu_of_each_host(ranks, words):
     command = estimate.launcher(ranks)

@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from benchmarks import breakdown, losses, peers, runner, trainers
+from benchmarks.settings import ROOT
 from model import Execution, Llama, LlamaConfig, rope_tables
 from runtime.hf import hf_names
 
@@ -177,17 +178,21 @@ if trainers.RANK == 0:
 trainers.dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
 """
-SMALL = {"config": "config/baby_llama.py", "n_layer": 2, "n_embd": 32, "ffn_dim": 96, "n_head": 4, "n_kv_head": 2,
-         "vocab_size": 257, "block": 64, "steps": 15}  # fmt: skip
+SMALL = """
+n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size, rope_theta = 2, 4, 2, 32, 96, 257, 10000.0
+tie_embeddings = {}
+"""
 
 
-@pytest.mark.parametrize("trainer, checkpointing, tied, steps", [
-    ("recipe", "full", False, {}), ("hf-offload", "full", True, {}),
-    ("recipe-zero2", "none", True, {"warmup": 1, "steps": 1}),  # as the largest points
+@pytest.mark.parametrize("trainer, checkpointing, tied, warmup, steps", [
+    ("recipe", "full", False, 5, 15), ("hf-offload", "full", True, 5, 15),
+    ("recipe-zero2", "none", True, 1, 1),  # as the largest points
 ])  # fmt: skip
-def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, trainer, checkpointing, tied, steps):
+def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, trainer, checkpointing, tied, warmup, steps):
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
-    spec = SMALL | {"trainer": trainer, "checkpointing": checkpointing, "tie_embeddings": tied} | steps
+    (tmp_path / "small.py").write_text(SMALL.format(tied))
+    spec = {"trainer": trainer, "config": str(tmp_path / "small.py"), "block": 64, "checkpointing": checkpointing,
+            "warmup": warmup, "steps": steps}  # fmt: skip
 
     def run(ranks):
         words = [str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})]
@@ -212,29 +217,30 @@ def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, traine
 
 
 @pytest.fixture
-def on_the_cpu(monkeypatch):
+def point(monkeypatch, tmp_path):
+    """Eight steps of 2 x 64 tokens on the CPU: train_losses() and peer_losses() take these."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole training
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer, which takes no --device=cpu
-
-
-AT = (8, 2, 64, "config/baby_llama.py")
-ON_CPU = ["--n_layer=2", "--device=cpu", "--dtype=float32"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer
+    config = tmp_path / "baby.py"
+    changes = "n_layer, vocab_size, device, dtype, galore_rank = 2, 257, 'cpu', 'float32', 32"
+    config.write_text((ROOT / "config/baby_llama.py").read_text() + changes)
+    return {"steps": 8, "batch": 2, "block": 64, "config": str(config)}
 
 
 @pytest.mark.usefixtures("published_model")
-def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(on_the_cpu):
+def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(point):
     """Step by step: the same initial weights, tokens, losses, gradient clipping, learning rates and updates."""
-    ours = losses.train_losses(*AT, ON_CPU)
-    theirs = losses.peer_losses("float32", *AT, compute_dtype="float32", n_layer=2, vocab_size=257)
+    ours = losses.train_losses(**point)
+    theirs = losses.peer_losses("float32", **point)
     assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
 
 
-def test_galore_matches_galore_torch(on_the_cpu):
+def test_galore_matches_galore_torch(point):
     """It takes the leading singular vectors from an SVD; ours converge to them in some steps of subspace iteration."""
     pytest.importorskip("galore_torch")
-    ours = losses.train_losses(*AT, [*ON_CPU, "--optimizer=galore", "--galore_rank=32"])
-    theirs = losses.peer_losses("hf-galore", *AT, compute_dtype="float32", rank=32, n_layer=2, vocab_size=257)
-    adamw = losses.train_losses(*AT, ON_CPU)
+    ours = losses.train_losses(**point, flags=["--optimizer=galore"])
+    theirs = losses.peer_losses("hf-galore", **point)
+    adamw = losses.train_losses(**point)
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
     assert ours["losses"] != pytest.approx(adamw["losses"], abs=1e-2)
 
