@@ -48,16 +48,21 @@ def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, cop
         with torch.device("meta"):
             model = Llama(c).to(dtype)
         model.to_empty(device=device).init_weights(0, device)
-        call = lambda: list(generate(model, prompts, tokens, temperature=0))  # noqa: E731
-        n_new = len(call())
+
+        def call():
+            return list(generate(model, prompts, tokens, temperature=0))
     else:
         model = hf_model(c, "none", device, dtype=dtype)[0].eval()
         ids = torch.tensor(prompts, device=device)
         options = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        options["attention_mask"] = torch.ones_like(ids)
         if trainer == "hf-static":
             options["cache_implementation"] = "static"
-        call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
-        n_new = call().shape[1] - prompt
+
+        def call():
+            return model.generate(ids, **options)[0, prompt:]
+
+    n_new = len(call())  # the first also warms up
     assert n_new == tokens, f"{n_new} of {tokens} tokens"
     seconds = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
     row = {"tok_per_s": batch * tokens / seconds, "ms_per_token": 1000 * seconds / tokens}

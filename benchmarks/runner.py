@@ -107,7 +107,7 @@ def train_steps(
 ) -> dict:  # fmt: skip
     """A short run of a trainer. flags: further ones of train.py. history: a file for PyTorch's record of all
     allocations."""
-    row = {"steps": steps, "oom": False}
+    row = {"steps": steps}
     point = {"config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
     if trainer in PEERS:
         options = point | {"trainer": trainer, "steps": steps, "warmup": warmup, "history": history}
@@ -118,7 +118,9 @@ def train_steps(
         if history and "peak_gib" in summary:
             shutil.copy(f"{out_dir}/profile/rank0.memory.pickle", history)
     row |= {key: summary[key] for key in SUMMARY if key in summary}
-    return row | ({"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {})  # the process's peak
+    if "cpu_gib" in summary:
+        row["used_cpu_gib"] = summary["cpu_gib"]  # the process's peak
+    return row
 
 
 @functools.cache

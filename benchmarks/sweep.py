@@ -122,10 +122,10 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> None:
-    typed = read_settings(globals(), argv, for_train_py=True)
+    preset = read_settings(globals(), argv, for_train_py=True).preset
     lists = {"trainers": TRAINERS, "batches": int, "contexts": int}
-    s = read_settings(globals(), [*PRESETS.get(typed.preset, []), *argv], for_train_py=True, **lists)
-    s.argv = argv
+    s = read_settings(globals(), [*PRESETS.get(preset, []), *argv], for_train_py=True, **lists)
+    s.argv = argv  # for the record
     if s.offload != "none":
         s.flags = [f"--offload={s.offload}", *s.flags]
     s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1

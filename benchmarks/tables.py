@@ -81,8 +81,7 @@ def describe(row: dict) -> str:
     if "functions" in row:
         row = row | microseconds(row)
     shown = [key for key, value in row.items() if value and isinstance(value, str | int | float) or key == "shape"]
-    cells = [f"{key} {cell(row, key)}" for key in shown if key != "oom"]
-    return "  ".join([*cells, "out of memory"] if row.get("oom") else cells)
+    return "  ".join("out of memory" if key == "oom" else f"{key} {cell(row, key)}" for key in shown)
 
 
 def is_measured(row: dict) -> bool:
