@@ -73,10 +73,11 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
     folder = dataset_folder(dataset)
     if folder.resolve() == PYSTDLIB:  # needs nothing but Python. Not any folder of that name: it could hold any code
         prepare_once(folder)
-    splits = [Tokens(folder, split) for split in ("train", "val")]
-    if splits[0].masks and not mask_documents:
+    splits = [Tokens(folder, split) for split in SPLITS]
+    kind = Packed if splits[0].masks else Blocks
+    if kind is Packed and not mask_documents:
         raise ValueError(f"{folder} holds conversations, several in a block: add --mask_documents=true")
-    train, val = ((Packed if t.masks else Blocks)(t, block_size, vocab_size, seed) for t in splits)
+    train, val = (kind(tokens, block_size, vocab_size, seed) for tokens in splits)
     known = train.meta["vocab_size"]
     if train.vocab_size < known:
         raise ValueError(
@@ -99,6 +100,10 @@ def read_ahead(read: Callable[[int], Any], steps: Iterable[int]) -> Iterator[Any
         yield pending.result()
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Text
+
+
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     """ValueError for a token beyond the vocabulary, which would index outside the embedding."""
     if tokens.max() >= vocab_size:
@@ -115,7 +120,6 @@ class Blocks:
     """
 
     packing = ""  # for the log: a sentence about Packed blocks
-    parts = property(lambda blocks: [blocks])  # of a Mix: the Blocks of each dataset
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
         self.tokens = tokens
@@ -123,7 +127,8 @@ class Blocks:
         self.block_size = block_size
         self.vocab_size = vocab_size or tokens.meta["vocab_size"]
         self.seed = seed
-        self.shares = {str(tokens.folder): 1.0}
+        self.parts = [self]  # of a Mix: the Blocks of each dataset
+        self.shares = {str(tokens.folder): 1.0}  # of the run's sequences
         self.epoch_order = functools.lru_cache(maxsize=2)(epoch_order)  # a step may read the end of one epoch, too
         self._cut_into_blocks()
 
@@ -186,6 +191,16 @@ class Blocks:
     def targets_of(self, first: int, n: int) -> torch.Tensor:
         """The number of targets (n,) int64 in each of the run's sequences first .. first + n - 1."""
         return torch.full((n,), self.block_size)  # every token is one
+
+
+def epoch_order(seed: int, epoch: int, n_blocks: int, block_size: int) -> tuple[np.ndarray, int]:
+    """A shuffle of all blocks, and where the first block starts: each epoch cuts the text at different places."""
+    rng = np.random.default_rng((seed, epoch))
+    return rng.permutation(n_blocks), int(rng.integers(block_size))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
 
 
 class Packed(Blocks):
@@ -257,89 +272,6 @@ class Packed(Blocks):
         return torch.from_numpy(self.n_targets[indices])
 
 
-class Mix(Blocks):
-    """One split of several datasets, each with its share of the run's sequences.
-
-    The parts take turns by the fixed schedule of turns(), so sequence i of the run still depends on (seed, i) alone.
-    Each part shuffles its own blocks, as often as its share needs. ValueError if the parts differ in their tokenizer,
-    or if some hold conversations and others text.
-    """
-
-    parts: Sequence[Blocks] = ()
-    SAME = ("tokenizer", "vocab_size", "dtype", "end_of_text", "bos", "eos", "tokenizer_files")
-
-    def __init__(self, parts: Sequence[Blocks], weights: dict[str, float]):
-        self.parts = parts
-        self.millionths = [max(1, round(1e6 * weight / sum(weights.values()))) for weight in weights.values()]
-        self.shares = dict(zip(weights, [share / sum(self.millionths) for share in self.millionths], strict=True))
-        self.block_size = parts[0].block_size
-        self.vocab_size = parts[0].vocab_size
-        self.doc_start = parts[0].doc_start
-        self.tokens = parts[0].tokens
-        self.n_blocks = sum(part.n_blocks for part in parts)
-        self.unpack = parts[0].unpack
-        for name, part in zip(weights, parts, strict=True):
-            if bool(part.tokens.masks) != bool(self.tokens.masks):
-                raise ValueError(f"{name} and {next(iter(weights))}: one holds conversations, one text: mix one kind")
-            for field in self.SAME:
-                if part.meta.get(field) != parts[0].meta.get(field):
-                    advice = "prepare both with the same --tokenizer; if train:N made one, its folder is the other's"
-                    raise ValueError(f"{name} and {next(iter(weights))} differ in {field} (meta.json): {advice}")
-        self.meta = describe_mix([part.meta for part in parts])
-
-    def sequences(self, first: int, n: int) -> torch.Tensor:
-        return self._of_parts(first, n, lambda part, start, count: part.sequences(start, count))
-
-    def targets_of(self, first: int, n: int) -> torch.Tensor:
-        return self._of_parts(first, n, lambda part, start, count: part.targets_of(start, count))
-
-    def _of_parts(self, first: int, n: int, read: Callable[[Blocks, int, int], torch.Tensor]) -> torch.Tensor:
-        """read(part, start, count) of every part, in the order of the run's sequences first .. first + n - 1."""
-        takers, numbers = turns(np.arange(first, first + n), self.millionths)
-        rows = []
-        order = []
-        for i, part in enumerate(self.parts):
-            where = np.flatnonzero(takers == i)
-            if len(where):
-                rows.append(read(part, int(numbers[where[0]]), len(where)))
-                order.append(where)
-        return torch.cat(rows)[np.argsort(np.concatenate(order))]
-
-
-def describe_mix(metas: list[dict]) -> dict:
-    """The meta.json of one dataset with all these in it. A change to any part changes the digests."""
-    meta = {name: metas[0][name] for name in Mix.SAME if name in metas[0]} | {"files": {}}
-    for split in SPLITS:
-        meta["files"][split] = {f"{split}.bin": sum(sum(each["files"][split].values()) for each in metas)}
-        digests = "".join(each.get(f"{split}_sha256", "") for each in metas)
-        meta[f"{split}_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
-        if f"{split}_targets" in metas[0]:
-            meta[f"{split}_targets"] = sum(each[f"{split}_targets"] for each in metas)
-    return meta
-
-
-def turns(i: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which part each of the run's sequences i comes from, and its number among that part's sequences.
-
-    Each part takes its share of those that the parts before it leave: the ones where floor(number * share / left)
-    grows, which is then also how many it has taken before. In whole numbers, so the same on every machine.
-    """
-    takers = np.empty_like(i)
-    numbers = np.empty_like(i)
-    where = np.arange(len(i))  # the sequences that are left, and their numbers among all that are
-    number = i
-    left = sum(shares)
-    for part, share in enumerate(shares):
-        taken = number * share // left
-        takes = (number + 1) * share // left > taken
-        takers[where[takes]] = part
-        numbers[where[takes]] = taken[takes]
-        where = where[~takes]
-        number = (number - taken)[~takes]
-        left -= share
-    return takers, numbers
-
-
 def pack(lengths: list[int], room: int) -> list[list[int]]:
     """The indices of the lengths in each block: each length goes, in order, into the fullest block with room for it."""
     blocks = []
@@ -363,7 +295,93 @@ def pack(lengths: list[int], room: int) -> list[list[int]]:
     return blocks
 
 
-def epoch_order(seed: int, epoch: int, n_blocks: int, block_size: int) -> tuple[np.ndarray, int]:
-    """A shuffle of all blocks, and where the first block starts: each epoch cuts the text at different places."""
-    rng = np.random.default_rng((seed, epoch))
-    return rng.permutation(n_blocks), int(rng.integers(block_size))
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixes of datasets
+
+SAME = ("tokenizer", "vocab_size", "dtype", "end_of_text", "bos", "eos", "tokenizer_files")  # fields, in all parts
+
+
+class Mix(Blocks):
+    """One split of several datasets, each with its share of the run's sequences.
+
+    The parts take turns by the fixed schedule of turns(), so sequence i of the run still depends on (seed, i) alone.
+    Each part shuffles its own blocks, as often as its share needs. ValueError if the parts differ in their tokenizer,
+    or if some hold conversations and others text.
+    """
+
+    def __init__(self, parts: Sequence[Blocks], weights: dict[str, float]):
+        first = parts[0]
+        first_name = next(iter(weights))
+        for name, part in zip(weights, parts, strict=True):
+            if bool(part.tokens.masks) != bool(first.tokens.masks):
+                raise ValueError(f"{name} and {first_name}: one holds conversations, one text: mix one kind")
+            for field in SAME:
+                if part.meta.get(field) != first.meta.get(field):
+                    advice = "prepare both with the same --tokenizer; if train:N made one, its folder is the other's"
+                    raise ValueError(f"{name} and {first_name} differ in {field} (meta.json): {advice}")
+        self.parts = parts
+        self.millionths = [max(1, round(1e6 * weight / sum(weights.values()))) for weight in weights.values()]
+        total = sum(self.millionths)
+        self.shares = {name: share / total for name, share in zip(weights, self.millionths, strict=True)}
+        self.block_size = first.block_size
+        self.vocab_size = first.vocab_size
+        self.doc_start = first.doc_start
+        self.tokens = first.tokens
+        self.unpack = first.unpack
+        self.n_blocks = sum(part.n_blocks for part in parts)
+        self.meta = describe_mix([part.meta for part in parts])
+
+    def sequences(self, first: int, n: int) -> torch.Tensor:
+        return self._of_parts(first, n, lambda part, start, count: part.sequences(start, count))
+
+    def targets_of(self, first: int, n: int) -> torch.Tensor:
+        return self._of_parts(first, n, lambda part, start, count: part.targets_of(start, count))
+
+    def _of_parts(self, first: int, n: int, read: Callable[[Blocks, int, int], torch.Tensor]) -> torch.Tensor:
+        """read(part, start, count) of every part, in the order of the run's sequences first .. first + n - 1."""
+        part_of, number_of = turns(np.arange(first, first + n), self.millionths)
+        rows = []
+        places = []  # of the rows, among the n
+        for i, part in enumerate(self.parts):
+            taken = np.flatnonzero(part_of == i)
+            if len(taken):
+                rows.append(read(part, int(number_of[taken[0]]), len(taken)))
+                places.append(taken)
+        return torch.cat(rows)[np.argsort(np.concatenate(places))]
+
+
+def describe_mix(metas: list[dict]) -> dict:
+    """The meta.json of one dataset with all these in it. A change to any part changes the digests."""
+    meta = {name: metas[0][name] for name in SAME if name in metas[0]} | {"files": {}}
+    for split in SPLITS:
+        meta["files"][split] = {f"{split}.bin": sum(sum(each["files"][split].values()) for each in metas)}
+        digests = "".join(each.get(f"{split}_sha256", "") for each in metas)
+        meta[f"{split}_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
+        if f"{split}_targets" in metas[0]:
+            meta[f"{split}_targets"] = sum(each.get(f"{split}_targets", 0) for each in metas)
+    return meta
+
+
+def turns(sequences: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which part each of the run's sequences comes from, and its number among that part's sequences.
+
+    turns(np.arange(8), (1, 3))  # parts 1 1 1 0 1 1 1 0, numbers 0 1 2 0 3 4 5 1
+
+    Each part takes its share of the sequences that the parts before it leave. Of those, it takes number n if
+    n * share // left grows there; that is also how many it has taken before. left: the sum of the shares from this one
+    on. Whole numbers are the same on every machine.
+    """
+    part_of = np.empty_like(sequences)
+    number_of = np.empty_like(sequences)
+    places = np.arange(len(sequences))  # in both results, of the sequences that are left
+    n = sequences  # their numbers among all that are left
+    left = sum(shares)
+    for part, share in enumerate(shares):
+        n_before = n * share // left
+        takes = (n + 1) * share // left > n_before
+        part_of[places[takes]] = part
+        number_of[places[takes]] = n_before[takes]
+        places = places[~takes]
+        n = (n - n_before)[~takes]
+        left -= share
+    return part_of, number_of

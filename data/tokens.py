@@ -88,7 +88,7 @@ class Tokens:
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
         self.shards = [Shard(path, n_tokens, dtype) for path, n_tokens in files.items()]
         self.masks = []
-        if f"{split}_targets" in self.meta:
+        if "train_targets" in self.meta:
             self.masks = [Shard(path.with_suffix(".mask"), n, np.dtype("u1")) for path, n in files.items()]
 
     def __len__(self) -> int:
