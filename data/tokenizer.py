@@ -131,8 +131,9 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
         vocab_size=n_vocab, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"eos_token": end_of_text}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": end_of_text,
+    }  # fmt: skip
     files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     return tokenizer_of_json(Path("tokenizer.json"), files)
 
@@ -170,18 +171,19 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
 def tokenizer_of_json(
     path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None
 ) -> Tokenizer:
-    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: where the model stops."""
+    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: the ids, or the id, after which
+    the model stops.
+    """
     content = parse_object(files["tokenizer.json"], path)
-    config = read_options(path.parent, files)
+    options = read_options(path.parent, files)
     try:
         name = name_of_json(content, name)
-        first = first_id(content.get("post_processor"))
+        bos = first_id(content.get("post_processor"))  # transformers 5 goes by this alone, not by add_bos_token
         encoding = encoding_of_json(name, content) if name in NAMES else None
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
-    # transformers 5 goes by the post_processor alone, not by add_bos_token.
-    config |= {"eos_token_id": eos, "first_id": first if is_id(first) else None}
-    return Tiktoken(encoding, files, config) if encoding else HuggingFace(path, files, config)
+    special = (options, eos if isinstance(eos, list) else [eos], bos if is_id(bos) else None)
+    return Tiktoken(encoding, files, *special) if encoding else HuggingFace(path, files, *special)
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:

@@ -46,9 +46,12 @@ class Tokenizer:
         """{name: content} of the files that transformers' AutoTokenizer needs."""
         return self.files
 
-    def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
-        """Set them from `config`, the tokenizer files' content. Raises ValueError if no token ends a document."""
-        self.named_tokens = named_tokens(config)
+    def set_special_tokens(self, id_of: Callable[[str], int | None], options: dict, eos: Iterable, bos: int | None):
+        """Set them from tokenizer_config.json's options, the ids after which the model stops, and what begins a text.
+
+        Raises ValueError if no token ends a document.
+        """
+        self.named_tokens = named_tokens(options)
         eos_token = self.named_tokens.get("eos_token", "")
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, eos_token) if id_of(token) is not None]
         if not ends:
@@ -57,28 +60,29 @@ class Tokenizer:
                 'another, name it in a tokenizer_config.json beside it, as in {"eos_token": "</s>"}'
             )
         self.end_of_text = ends[0]
-        eos = config.get("eos_token_id")
-        eos = eos if isinstance(eos, list) else [eos]
         eos = [id_of(eos_token), *eos, self.end_of_text]
         self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
-        self.bos = config.get("first_id")
-        self.hf_bos = self.bos
+        self.bos = bos
+        self.hf_bos = bos
 
 
 class Tiktoken(Tokenizer):
-    """A tiktoken.Encoding. config: what its files say of special tokens; None: they are Meta's or OpenAI's own."""
+    """A tiktoken.Encoding. options, eos, bos: as set_special_tokens takes them. Without options, Meta's or OpenAI's."""
 
-    def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
+    def __init__(
+        self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None,
+        options: dict | None = None, eos: Iterable = (), bos: int | None = None,
+    ):  # fmt: skip
         self.encoding = encoding
         self.name = encoding.name
         self.n_vocab = encoding.n_vocab
         self.files = files or {}
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
         self.special_tokens = set(special)
-        if config is None:
+        if options is None:
             eos = [special.get(token) for token in LLAMA3_EOS]
-            config = {"eos_token_id": eos, "first_id": special.get("<|begin_of_text|>")}
-        self.set_special_tokens(special.get, config)
+            bos = special.get("<|begin_of_text|>")
+        self.set_special_tokens(special.get, options or {}, eos, bos)
         if not self.named_tokens:
             first = self.end_of_text if self.bos is None else self.bos
             self.named_tokens = {"bos_token": self.decode([first]), "eos_token": self.decode([self.end_of_text])}
@@ -99,9 +103,12 @@ class Tiktoken(Tokenizer):
         return b"".join(pieces).decode(errors="replace")
 
     def hf_files(self) -> dict[str, bytes]:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
-        config |= self.named_tokens
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "add_prefix_space": False,  # llama.cpp would add one to bytes
+            **self.named_tokens,
+        }
         made = {"tokenizer.json": json_of_encoding(self.encoding, self.hf_bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 
@@ -109,7 +116,7 @@ class Tiktoken(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` supports."""
 
-    def __init__(self, path: Path, files: dict[str, bytes], config: dict):
+    def __init__(self, path: Path, files: dict[str, bytes], options: dict, eos: Iterable, bos: int | None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker has an idle thread per core
         try:
             import tokenizers
@@ -118,7 +125,7 @@ class HuggingFace(Tokenizer):
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             ids = self.backend.get_vocab(with_added_tokens=True)
-            self.mark_special(config, ids)
+            self.mark_special(options, ids)
         except Exception as error:  # tokenizers has no exception class of its own
             problem = "or a file beside it is damaged, or not as transformers writes it"
             raise ValueError(f"{path} {problem}: {error!r:.200}") from error
@@ -130,16 +137,16 @@ class HuggingFace(Tokenizer):
         added = self.backend.get_added_tokens_decoder().values()
         self.special_tokens = {token.content for token in added if token.special}
         self.special_ids = {ids[token] for token in self.special_tokens}
-        self.set_special_tokens(ids.get, config)
+        self.set_special_tokens(ids.get, options, eos, bos)
 
-    def mark_special(self, config: dict, ids: dict[str, int]) -> None:
+    def mark_special(self, options: dict, ids: dict[str, int]) -> None:
         """Make the tokens special that tokenizer_config.json names, as transformers does. Tokens that are not in the
         vocabulary stay out: the weights have no rows for them.
         """
         from tokenizers import AddedToken
 
         added = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
-        names = [name for name in named_tokens(config).values() if name in ids]
+        names = [name for name in named_tokens(options).values() if name in ids]
         self.backend.add_special_tokens([added.get(name) or AddedToken(name) for name in names])
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -188,11 +195,11 @@ class TextStream:
         return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
 
 
-def named_tokens(config: dict) -> dict[str, str]:
+def named_tokens(options: dict) -> dict[str, str]:
     """The special tokens that have names in tokenizer_config.json, and in the extra_special_tokens in it."""
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    if isinstance(config.get("extra_special_tokens"), dict):
-        tokens |= config["extra_special_tokens"]
+    tokens = {name: value for name, value in options.items() if name.endswith("_token")}
+    if isinstance(options.get("extra_special_tokens"), dict):
+        tokens |= options["extra_special_tokens"]
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
