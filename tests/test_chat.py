@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
-from data.chat.template import LLAMA3_TEMPLATE, broken, encode_answers, encode_prompt, inputs_of, render_answers, write
+from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, guarded, inputs_of, render_answers, write
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.vocabulary import Tiktoken
@@ -221,9 +221,9 @@ def test_a_long_conversation_takes_time_proportional_to_its_length(monkeypatch):
 
     def counted(value, *more):
         searched.append(len(value) if isinstance(value, str) else 0)
-        return broken(value, *more)
+        return guarded(value, *more)
 
-    monkeypatch.setattr("data.chat.template.broken", counted)
+    monkeypatch.setattr("data.chat.template.guarded", counted)
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
     text = render_answers(tokenizer, MESSAGES[1:3] * 200)
     ids, is_target = encode_answers(tokenizer, text)

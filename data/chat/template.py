@@ -47,35 +47,8 @@ def template_of(tokenizer: Tokenizer) -> str:
     )
 
 
-def as_read(message: dict, names: frozenset[str]) -> dict:
-    """A message as templates read it: reasoning under each of its names, and arguments of tool calls as an object.
-
-    names: what the template reads. One without tojson writes arguments as the JSON text that OpenAI's format has.
-    """
-    if "tool_calls" in message and "tojson" in names:
-        message = message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
-    given = [message[name] for name in REASONING if name in message]
-    return message | dict.fromkeys(REASONING, max(given, key=bool)) if given else message  # the first that is not empty
-
-
-def parse_arguments(call: dict) -> dict:
-    """A call whose arguments are an object if they came as the JSON text of one."""
-    function = call.get("function", call)
-    arguments = parse_json(function.get("arguments"), dict)
-    if arguments is None:
-        return call
-    function = function | {"arguments": arguments}
-    return call | {"function": function} if "function" in call else function
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Tokens
-
-
-def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a conversation up to where the assistant's next answer begins. ValueError as write."""
-    inputs = inputs_of(tokenizer, messages) | {"add_generation_prompt": True}
-    return encode(tokenizer, write(template_of(tokenizer), inputs))
+# Text
 
 
 def render_answers(
@@ -118,35 +91,39 @@ def render_answers(
     return "".join([*parts, text[done:]])
 
 
-def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
-    """The ids of render_answers' text, and which of them are targets.
-
-    A prompt gets the same ids as when it is encoded alone, as sample.py does.
-    """
-    ids = []
-    is_target = []
-    context = ""  # ids may depend on the text before them, but only back to the last special token
-    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
-        before = encode(tokenizer, context)
-        both = encode(tokenizer, context + part)
-        continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
-        ids += both[len(before) :] if continues else encode(tokenizer, part)
-        is_target += [i % 2 == 1] * (len(ids) - len(is_target))
-        context += part
-        context = context[max([0, *(context.rfind(token) for token in tokenizer.special_tokens)]) :]
-    return ids, is_target
-
-
 def inputs_of(
     tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
 ) -> dict:
     """What a template reads of a conversation, with BREAK inside the special tokens that it spells out."""
     names = names_read(template_of(tokenizer))
-    # transformers always defines these: templates compare them with none.
-    given = {"documents": None} | (variables or {}) | {"tools": tools or None}
-    given["messages"] = [as_read(message, names) for message in messages]
-    given = {name: broken(value, tokenizer) for name, value in given.items()}
-    return tokenizer.named_tokens | given | {"add_generation_prompt": False}
+    # transformers always defines documents and tools: templates compare them with none.
+    inputs = {"documents": None} | (variables or {}) | {"tools": tools or None}
+    inputs["messages"] = [as_read(message, names) for message in messages]
+    inputs = {name: guarded(value, tokenizer) for name, value in inputs.items()}
+    return tokenizer.named_tokens | inputs | {"add_generation_prompt": False}
+
+
+def as_read(message: dict, names: frozenset[str]) -> dict:
+    """A message as templates read it: reasoning under each of its names, and arguments of tool calls as an object.
+
+    names: what the template reads. One without tojson writes arguments as the JSON text that OpenAI's format has.
+    """
+    if "tool_calls" in message and "tojson" in names:
+        message = message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
+    reasoning = [message[name] for name in REASONING if name in message]
+    if not reasoning:
+        return message
+    return message | dict.fromkeys(REASONING, max(reasoning, key=bool))  # the first that is not empty
+
+
+def parse_arguments(call: dict) -> dict:
+    """A call whose arguments are an object if they came as the JSON text of one."""
+    function = call.get("function", call)
+    arguments = parse_json(function.get("arguments"), dict)
+    if arguments is None:
+        return call
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
 
 
 def write(template: str, inputs: dict) -> str:
@@ -159,33 +136,67 @@ def write(template: str, inputs: dict) -> str:
         raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
 
 
-def without_surrogates(text: str) -> str:
-    """JSON and templates can hold lone surrogates, which UTF-8 cannot: each becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
+# ----------------------------------------------------------------------------------------------------------------------
+# Special tokens that a message spells out stay text
 
 
-def broken(value, tokenizer: Tokenizer):
+def guarded(value, tokenizer: Tokenizer):
     """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):
-        return {broken(name, tokenizer): broken(each, tokenizer) for name, each in value.items()}
+        return {guarded(name, tokenizer): guarded(each, tokenizer) for name, each in value.items()}
     if isinstance(value, list):
-        return [broken(each, tokenizer) for each in value]
+        return [guarded(each, tokenizer) for each in value]
     if not isinstance(value, str):
         return value
     value = without_surrogates(value)
     if MARKS.search(value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
-    return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
+    return first_characters(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
 
 
 @functools.lru_cache(maxsize=8)
-def beginnings(tokens: frozenset[str]) -> re.Pattern:
+def first_characters(tokens: frozenset[str]) -> re.Pattern:
     """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
     return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
 
 
-def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
-    return [token for piece in marked.split(BREAK) for token in tokenizer.encode(piece, special=True)]
+def without_surrogates(text: str) -> str:
+    """JSON and templates can hold lone surrogates, which UTF-8 cannot: each becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    """The ids of a conversation up to where the assistant's next answer begins. ValueError as write."""
+    inputs = inputs_of(tokenizer, messages) | {"add_generation_prompt": True}
+    return encode(tokenizer, write(template_of(tokenizer), inputs))
+
+
+def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
+    """The ids of render_answers' text, and which of them are targets.
+
+    Prompts and answers are encoded one by one: so a prompt has the same ids as alone, as in sample.py. Yet some
+    tokenizers write the first word of a text differently. So each part follows its context, the text from the last
+    special token on, whose ids are then left out.
+    """
+    ids = []
+    is_target = []
+    context = ""
+    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
+        is_answer = i % 2 == 1
+        before = encode(tokenizer, context)
+        both = encode(tokenizer, context + part)
+        n = len(before)
+        continues = both[:n] == before == ids[len(ids) - n :]  # else the part would merge with its context
+        part_ids = both[n:] if continues else encode(tokenizer, part)
+        ids += part_ids
+        is_target += [is_answer] * len(part_ids)
+        context += part
+        context = context[max([0, *(context.rfind(token) for token in tokenizer.special_tokens)]) :]
+    return ids, is_target
 
 
 def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
@@ -194,3 +205,7 @@ def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], lis
     mask = [IS_TARGET * target for target in is_target]
     mask[0] = IS_DOC_START  # there is nothing to predict it from
     return ids, mask, len(MARKS.sub("", text).encode())
+
+
+def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
+    return [token for piece in marked.split(BREAK) for token in tokenizer.encode(piece, special=True)]
