@@ -90,18 +90,13 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
 def read_ahead(read: Callable[[int], Any], steps: Iterable[int]) -> Iterator[Any]:
     """Yield read(step) for each step, while a thread reads the next one."""
     thread = ThreadPoolExecutor(1)
-    pending = None
+    pending = []
     for step in steps:
-        following = thread.submit(read, step)
-        if pending:
-            yield pending.result()
-        pending = following
-    if pending:
-        yield pending.result()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Text
+        pending.append(thread.submit(read, step))
+        if len(pending) == 2:
+            yield pending.pop(0).result()
+    for last in pending:
+        yield last.result()
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
@@ -323,7 +318,6 @@ class Mix(Blocks):
         self.millionths = [max(1, round(1e6 * weight / sum(weights.values()))) for weight in weights.values()]
         total = sum(self.millionths)
         self.shares = {name: share / total for name, share in zip(weights, self.millionths, strict=True)}
-        self.block_size = first.block_size
         self.vocab_size = first.vocab_size
         self.doc_start = first.doc_start
         self.tokens = first.tokens

@@ -13,8 +13,10 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,14 +62,9 @@ def reading(path: Path, bad: Callable[[str], None]):
 
 def open_zstd(file: BinaryIO, mode: str = "rb") -> BinaryIO:
     try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd
-        except ImportError as error:
-            raise ImportError(
-                "reading .zst files needs the package backports.zstd: pip install backports.zstd"
-            ) from error
+        zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    except ImportError as error:
+        raise ImportError("reading .zst files needs the package backports.zstd: pip install backports.zstd") from error
     return zstd.open(file, mode)
 
 

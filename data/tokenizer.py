@@ -22,7 +22,7 @@ from configurator import did_you_mean
 from data.files import how_to_fetch, parse_object, read_small
 from data.meta import FILES, check_meta
 from data.tiktoken_files import bytes_encoding, encoding_of_json, first_id, llama3_encoding, openai_encoding
-from data.vocabulary import END_OF_TEXT_NAMES, HuggingFace, Tiktoken, Tokenizer, is_id, name_of_json
+from data.vocabulary import END_OF_TEXT_NAMES, FAST, HuggingFace, Tiktoken, Tokenizer, is_id, name_of_json
 
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
@@ -76,11 +76,11 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     else:
         files = read_files(folder, FILES)
     generation = object_in(files, "generation_config.json", folder)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
     is_llama3 = name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size"))
     if "tokenizer.json" in files:
-        tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos)
+        tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos if isinstance(eos, list) else [eos])
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
@@ -131,9 +131,7 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
         vocab_size=n_vocab, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": end_of_text,
-    }  # fmt: skip
+    config = FAST | {"eos_token": end_of_text}
     files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     return tokenizer_of_json(Path("tokenizer.json"), files)
 
@@ -168,12 +166,8 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
     return files
 
 
-def tokenizer_of_json(
-    path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None
-) -> Tokenizer:
-    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: the ids, or the id, after which
-    the model stops.
-    """
+def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: Iterable = ()) -> Tokenizer:
+    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: the ids where a model stops."""
     content = parse_object(files["tokenizer.json"], path)
     options = read_options(path.parent, files)
     try:
@@ -182,8 +176,10 @@ def tokenizer_of_json(
         encoding = encoding_of_json(name, content) if name in NAMES else None
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
-    special = (options, eos if isinstance(eos, list) else [eos], bos if is_id(bos) else None)
-    return Tiktoken(encoding, files, *special) if encoding else HuggingFace(path, files, *special)
+    bos = bos if is_id(bos) else None
+    if encoding:
+        return Tiktoken(encoding, files, options, eos, bos)
+    return HuggingFace(path, files, options, eos, bos)
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:

@@ -14,6 +14,7 @@ from data.tiktoken_files import SPECIAL_TOKENS, json_of_encoding
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
 LLAMA3_HASHES = {"6ea727c43071", "05ed779349be"}  # of the vocabularies of 3.1 and later, of 3.0
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # for transformers
 MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
 
@@ -47,10 +48,7 @@ class Tokenizer:
         return self.files
 
     def set_special_tokens(self, id_of: Callable[[str], int | None], options: dict, eos: Iterable, bos: int | None):
-        """Set them from tokenizer_config.json's options, the ids after which the model stops, and what begins a text.
-
-        Raises ValueError if no token ends a document.
-        """
+        """options: tokenizer_config.json's; eos: where the model stops. ValueError if no token ends a document."""
         self.named_tokens = named_tokens(options)
         eos_token = self.named_tokens.get("eos_token", "")
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, eos_token) if id_of(token) is not None]
@@ -69,10 +67,7 @@ class Tokenizer:
 class Tiktoken(Tokenizer):
     """A tiktoken.Encoding. options, eos, bos: as set_special_tokens takes them. Without options, Meta's or OpenAI's."""
 
-    def __init__(
-        self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None,
-        options: dict | None = None, eos: Iterable = (), bos: int | None = None,
-    ):  # fmt: skip
+    def __init__(self, encoding: tiktoken.Encoding, files=None, options: dict | None = None, eos=(), bos=None):
         self.encoding = encoding
         self.name = encoding.name
         self.n_vocab = encoding.n_vocab
@@ -103,12 +98,7 @@ class Tiktoken(Tokenizer):
         return b"".join(pieces).decode(errors="replace")
 
     def hf_files(self) -> dict[str, bytes]:
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "add_prefix_space": False,  # llama.cpp would add one to bytes
-            **self.named_tokens,
-        }
+        config = FAST | {"add_prefix_space": False} | self.named_tokens  # llama.cpp would add one to bytes
         made = {"tokenizer.json": json_of_encoding(self.encoding, self.hf_bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
 

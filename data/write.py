@@ -84,16 +84,17 @@ def write_dataset(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     extra: dict | None = None,
-    **options,  # for write_tokens
+    encode: Encode = encode_text,
+    **options,  # workers and progress, for write_tokens
 ) -> dict:
     """Write a dataset of one train.bin and one val.bin; return its meta.json, which includes `extra`, FIELDS of
     data/meta.py. If the validation text is short enough, it includes the bits per byte that xz -9 needs for it.
     """
     val_text = bytearray()
     with write_lock(folder):
-        counts = write_tokens(folder, keep_val_text(documents, val_text), tokenizer, **options)
+        counts = write_tokens(folder, keep_val_text(documents, val_text), tokenizer, encode=encode, **options)
         extra = dict(extra or {})
-        if 0 < len(val_text) <= XZ_BYTES and "encode" not in options:  # of conversations not every byte is learned
+        if encode is encode_text and 0 < len(val_text) <= XZ_BYTES:  # of conversations not every byte is learned
             extra["xz_bits_per_byte"] = 8 * len(lzma.compress(val_text, preset=9)) / len(val_text)
         return write_meta(folder, tokenizer, {"": counts}, **extra)
 
@@ -126,16 +127,15 @@ def write_tokens(
     digests = {split: hashlib.sha256() for split in SPLITS}
     suffixes = (".bin",) if encode is encode_text else (".bin", ".mask")
     with ExitStack() as stack:
-        files = {
-            (split, suffix): stack.enter_context(atomic_write(folder / f"{split}{shard}{suffix}"))
-            for split in SPLITS
-            for suffix in suffixes
-        }
+        files = {split: [] for split in SPLITS}
+        for split in SPLITS:
+            for suffix in suffixes:
+                files[split].append(stack.enter_context(atomic_write(folder / f"{split}{shard}{suffix}")))
         for encoded in encode_documents(documents, tokenizer, workers, encode):
             for split in SPLITS:
                 tokens, mask, batch_counts = encoded[split]
-                for suffix, content in zip(suffixes, (tokens, mask), strict=False):
-                    files[split, suffix].write(content)
+                for file, content in zip(files[split], (tokens, mask), strict=False):  # text has no mask
+                    file.write(content)
                     digests[split].update(content)
                 counts[split].update(batch_counts)
             if progress:
@@ -167,15 +167,20 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         meta["tokenizer_files"] = {name: sha256(content) for name, content in tokenizer.files.items()}
     for split in SPLITS:
         total = Counter()
+        digests = []
         for counts in shards.values():
-            total.update({name: n for name, n in counts[split].items() if name != "sha256"})
+            numbers = dict(counts[split])
+            digests.append(numbers.pop("sha256"))
+            total.update(numbers)
         meta |= {f"{split}_{name}": n for name, n in total.items()}
-        digests = [counts[split]["sha256"] for counts in shards.values()]
         # of several files: a digest of their digests
         meta[f"{split}_sha256"] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
     meta |= extra
-    n_tokens = {split: {f"{split}{shard}.bin": shards[shard][split]["tokens"] for shard in shards} for split in SPLITS}
-    meta["files"] = {split: {name: n for name, n in n_tokens[split].items() if n} for split in SPLITS}
+    meta["files"] = {split: {} for split in SPLITS}
+    for split in SPLITS:
+        for shard, counts in shards.items():
+            if n_tokens := counts[split]["tokens"]:
+                meta["files"][split][f"{split}{shard}.bin"] = n_tokens
     check_meta(meta, folder / "meta.json")  # train.py will
     write_json(folder / "meta.json", meta)
     return meta

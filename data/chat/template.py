@@ -136,10 +136,6 @@ def write(template: str, inputs: dict) -> str:
         raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Special tokens that a message spells out stay text
-
-
 def guarded(value, tokenizer: Tokenizer):
     """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):

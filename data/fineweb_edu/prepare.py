@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.command import Progress, add_text_options, count, make_parser, print_summary, run_script, tokenizer_for_data
+from data.command import Progress, add_text_options, make_parser, print_summary, run_script, tokenizer_for_data
 from data.files import read_json, write_json
 from data.meta import SPLITS
 from data.rows import Bad, field_of, reading
@@ -75,9 +75,8 @@ def finished_shard(folder: Path, suffix: str, source: dict, itemsize: int) -> di
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
     except (OSError, ValueError):
         return None
-    if record.get("source") != source:
-        return None
-    is_whole = all(sizes[split] == record["counts"][split]["tokens"] * itemsize for split in SPLITS)
+    is_same = record.get("source") == source
+    is_whole = is_same and all(sizes[split] == record["counts"][split]["tokens"] * itemsize for split in SPLITS)
     return record["counts"] if is_whole else None
 
 
@@ -130,7 +129,7 @@ def main():
     parser.add_argument("--input", type=Path, help="a .parquet file or a folder of them (default: the hub's)")
     add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
-    parser.add_argument("--max_files", type=count, help="read only this many parquet files")
+    parser.add_argument("--max_files", type=int, help="read only this many parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
     prepare(**vars(parser.parse_args()))
 

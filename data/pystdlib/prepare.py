@@ -66,9 +66,5 @@ def prepare_once(folder: Path = HERE) -> None:
             prepare(folder)
 
 
-def main():
-    prepare(make_parser(__doc__, HERE).parse_args().folder)
-
-
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: prepare(make_parser(__doc__, HERE).parse_args().folder))

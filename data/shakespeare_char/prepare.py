@@ -45,9 +45,5 @@ def prepare(folder: Path = HERE) -> dict:
     return meta
 
 
-def main():
-    prepare(make_parser(__doc__, HERE).parse_args().folder)
-
-
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: prepare(make_parser(__doc__, HERE).parse_args().folder))
