@@ -12,7 +12,6 @@ the config's.
 """
 
 import contextlib
-import functools
 import math
 import re
 import shlex
@@ -50,7 +49,6 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
 # Tokens of a micro-batch that keeps an H200 busy, with 1B: it reaches 89% of its best speed (records/sweep.json); with
 # offload, where each micro-batch moves all gradients or weights, 71% (records/study.json)
 BUSY_TOKENS = {"none": 4096, "optimizer": 32768, "all": 32768}
-preview_once = functools.cache(lambda *argv: preview(ROOT / "train.py", argv))  # a table asks for the same many times
 
 
 def outside_gib(run: RunShape) -> float:
@@ -65,7 +63,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     them together.
     """
     argv = [str(ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags]
-    settings = dict(preview_once(*argv))
+    settings = preview(ROOT / "train.py", argv)
     if settings["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: add -- --vocab_size=257 (bytes), or name another")
     problem = find_problem(settings, world_size)
@@ -147,11 +145,10 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     s = read_settings(globals(), argv, for_train_py=True)
     total = gib_of(s.card)
     named = {"block_size": s.block_size} if s.block_size else {}
-    how = {  # full and none conflict with no other setting
-        "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
-        "offload": "none" if s.offload == "any" else s.offload,
-    }
-    model, shape = resolve(s.config, s.ranks, named | how, s.flags)
+    safe = {  # full and none conflict with no other setting
+        "activation_checkpointing": s.checkpointing.replace("any", "full"), "offload": s.offload.replace("any", "none"),
+    }  # fmt: skip
+    model, shape = resolve(s.config, s.ranks, named | safe, s.flags)
     sequences = shape.batch_size * shape.micro_steps  # of a step, on each rank
     outside = outside_gib(shape)
     rows = largest_batches(s, named, total - outside)
@@ -161,8 +158,8 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     named |= {name: chosen[name] for name in ("activation_checkpointing", "offload")}
     named |= batch_settings(s, chosen["largest_batch"], sequences)
     model, shape = resolve(s.config, s.ranks, named, s.flags)
-    words = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
-    command = f"{launcher(s.ranks)} {shlex.join(words)}"
+    command_line = ["train.py", s.config, *(f"--{name}={value}" for name, value in named.items()), *s.flags]
+    command = f"{launcher(s.ranks)} {shlex.join(command_line)}"
     peak = memory.peak_gib(model, shape)
     fits = peak <= total - outside
     if s.json:

@@ -55,12 +55,12 @@ def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
     """Many GPUs first, so that the single one is as warm: a cool card clocks higher than it can sustain."""
     config, points, usual = POINTS[kind]
     ranks = s.ranks[-1:] if kind == "8b" else reversed(s.ranks)
-    for n, (batch, block, how), trainer in product(ranks, points, s.trainers or usual):
+    for n, (batch, block, checkpointing), trainer in product(ranks, points, s.trainers or usual):
         if n == 1 and trainer.endswith(("-zero2", "-nccl")):  # one GPU has no shards
             continue
-        if how == "selective" and trainer != "nanocria":
+        if checkpointing == "selective" and trainer != "nanocria":
             continue
-        key = {"trainer": trainer, "ranks": n, "batch": batch, "block": block, "checkpointing": how}
+        key = {"trainer": trainer, "ranks": n, "batch": batch, "block": block, "checkpointing": checkpointing}
         record.measure(kind, key, runner.train_steps, **key, steps=s.steps, config=config)
 
 
@@ -72,10 +72,10 @@ def measure_checkpoint(kind: str, n: int) -> dict:
     page cache. save_seconds are the main thread's, including the last save.
     memory: rank 0's peak CPU memory: without a checkpoint, waiting while one is written, resumed.
     """
-    config, (batch, block, how), steps, flags = CHECKPOINTS[kind]
+    config, (batch, block, checkpointing), steps, flags = CHECKPOINTS[kind]
 
     def train(out_dir: str, *more: str) -> dict:
-        argv = runner.train_argv(config, batch, block, how, n)
+        argv = runner.train_argv(config, batch, block, checkpointing, n)
         summary = runner.train([*argv, *flags, *more], out_dir, n)
         assert "steps" in summary, f"a run failed: {summary}"
         return summary

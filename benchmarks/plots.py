@@ -71,9 +71,9 @@ def plot_study(record: dict):
     for row in shown["batch"]:
         batch, offset, side = SHOWN[row["trainer"]]
         if row["batch"] == batch:
-            place = (batch, row["tok_per_s"] / 1000)
+            point = (batch, row["tok_per_s"] / 1000)
             look = {"ha": side, "va": "center", "color": style(row)["color"]}
-            first.annotate(title(row["trainer"]), place, offset, textcoords="offset points", **look)
+            first.annotate(title(row["trainer"]), point, offset, textcoords="offset points", **look)
     second.text(0.04, 0.93, "×  the next size is out of memory", transform=second.transAxes)
     return figure
 

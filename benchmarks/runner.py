@@ -33,13 +33,13 @@ SUMMARY = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estim
 # --- A process ---
 
 
-def run(words: list[str], ranks: int = 1) -> tuple[int, str]:
+def run(argv: list[str], ranks: int = 1) -> tuple[int, str]:
     """Run a Python command, under torchrun if ranks > 1. Returns its exit status and all that it printed."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    process = subprocess.Popen([*launcher, *words], cwd=ROOT, **pipes)
+    process = subprocess.Popen([*launcher, *argv], cwd=ROOT, **pipes)
     try:
         printed, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -61,8 +61,8 @@ def end(process: subprocess.Popen) -> None:
 
 def call(function: str, ranks: int = 1, limit_gib: float | None = None, **arguments) -> dict:
     """Call a function of benchmarks/ in a separate process; return its result, or why there is none."""
-    words = ["-m", "benchmarks.child", f"{limit_gib or 0:g}", function, json.dumps(arguments)]
-    status, printed = run(words, ranks)
+    child = ["-m", "benchmarks.child", f"{limit_gib or 0:g}", function, json.dumps(arguments)]
+    status, printed = run(child, ranks)
     results = [line for line in printed.splitlines() if line.startswith("{")]
     return failure(printed) if status or not results else json.loads(results[-1])
 
@@ -96,8 +96,8 @@ def train(argv: list[str], out_dir: str, ranks: int = 1, limit_gib: float | None
     """Run train.py. Returns the summary that it leaves in out_dir, or why it leaves none."""
     summary = Path(out_dir) / "summary.json"
     summary.unlink(missing_ok=True)  # of the run that this one resumes
-    words = ["-m", "benchmarks.child", f"{limit_gib or 0:g}", "train.py", *argv, f"--out_dir={out_dir}"]
-    _, printed = run(words, ranks)
+    child = ["-m", "benchmarks.child", f"{limit_gib or 0:g}", "train.py", *argv, f"--out_dir={out_dir}"]
+    _, printed = run(child, ranks)
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 

@@ -31,10 +31,12 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 
 def points(s: SimpleNamespace, record: Record) -> None:
-    for (batch, block), how, trainer in product(s.shapes, s.checkpointing, s.trainers):
-        if trainer == "hf-graphs" or (how == "selective" and trainer.startswith("hf")):  # graphs are for the baby
+    for (batch, block), checkpointing, trainer in product(s.shapes, s.checkpointing, s.trainers):
+        if trainer == "hf-graphs":  # for the baby
             continue
-        key = {"trainer": trainer, "batch": batch, "block": block, "checkpointing": how}
+        if checkpointing == "selective" and trainer.startswith("hf"):  # it has none
+            continue
+        key = {"trainer": trainer, "batch": batch, "block": block, "checkpointing": checkpointing}
         record.measure("points", key, runner.train_steps, **key, steps=s.steps or 20, config=runner.CONFIG)
 
 

@@ -194,10 +194,10 @@ def of_record(record: dict) -> dict[str, str]:
     """The tables of a record, by kind of rows."""
     command = next((word for word in record["command"].split() if word in TABLES), "sweep")
     tables = {}
-    for kind, how in TABLES[command].items():
+    for kind, columns in TABLES[command].items():
         rows = record.get(kind)
         if rows:
-            tables[kind] = table(rows, how) if isinstance(how, str) else how(rows)
+            tables[kind] = table(rows, columns) if isinstance(columns, str) else columns(rows)
     return tables
 
 
