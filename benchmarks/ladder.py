@@ -15,7 +15,6 @@ from bisect import bisect_right
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from benchmarks import losses, runner, sweep
 from benchmarks.estimate import cpu_gib, outside_gib, resolve
@@ -23,7 +22,9 @@ from benchmarks.records import Record
 from benchmarks.settings import read_settings
 from benchmarks.tables import is_measured
 from configurator import SettingError
+from model import LlamaConfig
 from runtime import memory_advice
+from runtime.memory import RunShape
 
 # settings
 models = "1b,3b,8b"  # one or several
@@ -33,55 +34,47 @@ memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the technique that needs one; nothing: it is left out
 out = "out/ladder.json"  # the record
 
-
-class Technique(NamedTuple):
-    on: str  # the technique that it builds on; for a peer, the one that it is compared with
-    flags: str = ""  # of train.py
-    trainer: str = "nanocria"
-
-
 PLAIN = "--dtype=float32 --kernels=none --attention=sdpa --activation_checkpointing=none"
-TECHNIQUES = {
-    "plain": Technique("", PLAIN),  # PyTorch
-    "kernels": Technique("plain", "--kernels=blocks --attention=auto"),
-    "loss": Technique("kernels", "--kernels=all"),
-    "checkpointing": Technique("loss", "--activation_checkpointing=full"),
-    "bf16": Technique("checkpointing", "--dtype=bfloat16"),
-    "adamw8bit": Technique("bf16", "--optimizer_bits=8"),
-    "galore": Technique("adamw8bit", "--optimizer=galore --galore_rank=128"),  # float32 moments: 8 bits need 256
-    "offload_optimizer": Technique("adamw8bit", "--offload=optimizer"),
-    "offload_all": Technique("offload_optimizer", "--offload=all"),  # the weights too
-    "offload_activations": Technique("offload_all", "--offload_activations=true"),
-    "nvme": Technique("offload_activations"),  # --offload_dir
-    "lora": Technique("bf16", "--lora_rank=16 --lora_alpha=32"),
-    "lora_fp8": Technique("lora", "--fp8=true"),
-    "qlora": Technique("lora", "--quantize_base=nf4"),
-    "qlora_fp8": Technique("qlora", "--fp8=true"),
-    "hf_adamw8bit": Technique("adamw8bit", trainer="hf-liger-8bit"),
-    "hf_galore": Technique("galore", trainer="hf-liger-galore"),
-    "hf_lora": Technique("lora", trainer="hf-liger-lora"),
-    "hf_qlora": Technique("qlora", trainer="hf-liger-qlora"),
+TECHNIQUES = {  # the technique that it builds on, its own settings of train.py
+    "plain": ("", PLAIN),  # PyTorch
+    "kernels": ("plain", "--kernels=blocks --attention=auto"),
+    "loss": ("kernels", "--kernels=all"),
+    "checkpointing": ("loss", "--activation_checkpointing=full"),
+    "bf16": ("checkpointing", "--dtype=bfloat16"),
+    "adamw8bit": ("bf16", "--optimizer_bits=8"),
+    "galore": ("adamw8bit", "--optimizer=galore --galore_rank=128"),  # float32 moments: 8 bits need 256
+    "offload_optimizer": ("adamw8bit", "--offload=optimizer"),
+    "offload_all": ("offload_optimizer", "--offload=all"),  # the weights too
+    "offload_activations": ("offload_all", "--offload_activations=true"),
+    "nvme": ("offload_activations", ""),  # --offload_dir
+    "lora": ("bf16", "--lora_rank=16 --lora_alpha=32"),
+    "lora_fp8": ("lora", "--fp8=true"),
+    "qlora": ("lora", "--quantize_base=nf4"),
+    "qlora_fp8": ("qlora", "--fp8=true"),
 }
-OURS = [name for name, technique in TECHNIQUES.items() if technique.trainer == "nanocria"]
+PEERS = {  # how another package does it: the technique, the trainer
+    "hf_adamw8bit": ("adamw8bit", "hf-liger-8bit"),
+    "hf_galore": ("galore", "hf-liger-galore"),
+    "hf_lora": ("lora", "hf-liger-lora"),
+    "hf_qlora": ("qlora", "hf-liger-qlora"),
+}
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
 BLOCK = 1024  # tokens of a sequence
 BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
 
 
-def flags_of(name: str, s: SimpleNamespace) -> dict:
-    """Settings of train.py: those of the techniques below, then its own. A peer has only checkpointing."""
-    technique = TECHNIQUES[name]
-    if name not in OURS:
-        return {"activation_checkpointing": "full"}
-    settings = flags_of(technique.on, s) if technique.on else {}
-    settings |= dict(flag.removeprefix("--").split("=") for flag in technique.flags.split())
-    return settings | ({"offload_dir": s.offload_dir} if name == "nvme" else {})
+def settings_of(technique: str, s: SimpleNamespace) -> dict:
+    """Settings of train.py: those of the techniques below, then its own."""
+    on, flags = TECHNIQUES[technique]
+    settings = settings_of(on, s) if on else {}
+    settings |= dict(flag.removeprefix("--").split("=") for flag in flags.split())
+    return settings | ({"offload_dir": s.offload_dir} if technique == "nvme" else {})
 
 
-def resolved(model: str, name: str, s: SimpleNamespace):
-    """The model, and the RunShape of a technique with one sequence. A peer has that of what it is compared with."""
-    flags = flags_of(name if name in OURS else TECHNIQUES[name].on, s)
-    return resolve(CONFIGS[model], 1, flags | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1})
+def resolved(model: str, technique: str, s: SimpleNamespace) -> tuple[LlamaConfig, RunShape]:
+    """The model, and the RunShape of a technique with one sequence."""
+    one_sequence = {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
+    return resolve(CONFIGS[model], 1, settings_of(technique, s) | one_sequence)
 
 
 def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
@@ -92,7 +85,8 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 
     if not fits(1):
         return
-    config, shape = resolved(model, name, s)
+    technique = PEERS[name][0] if name in PEERS else name
+    config, shape = resolved(model, technique, s)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
     start = max(bisect_right(BATCHES, largest) - 1, 0)
     first_fits = fits(BATCHES[start])
@@ -102,31 +96,37 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 
 
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
-    flags = flags_of(name, s)
-    config, shape = resolved(model, name, s)
+    if name in PEERS:
+        _, trainer = PEERS[name]
+        settings = {"activation_checkpointing": "full"}
+        pinned_gib = 0.0
+    else:
+        trainer = "nanocria"
+        settings = settings_of(name, s)
+        config, shape = resolved(model, name, s)
+        pinned_gib = cpu_gib(config, replace(shape, batch_size=batch))
     point = {
-        "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
-        "checkpointing": flags.pop("activation_checkpointing"), "limit_gib": s.memory_limit_gib,
-        "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
+        "config": CONFIGS[model], "trainer": trainer, "ranks": 1, "batch": batch, "block": BLOCK,
+        "checkpointing": settings.pop("activation_checkpointing"), "limit_gib": s.memory_limit_gib,
+        "flags": shlex.join(f"--{name}={value}" for name, value in settings.items()),
     }  # fmt: skip
-    row = point | {"cpu_gib": cpu_gib(config, replace(shape, batch_size=batch)) if name in OURS else 0.0}
     key = {"model": model, "technique": name, "batch": batch}
-    return record.measure("points", key, lambda: row | sweep.measure_point(**point))
+    return record.measure("points", key, lambda: point | {"cpu_gib": pinned_gib} | sweep.measure_point(**point))
 
 
-def measure_losses(model: str, name: str, s: SimpleNamespace, record: Record) -> None:
+def measure_losses(model: str, technique: str, s: SimpleNamespace, record: Record) -> None:
     """On the whole card."""
-    settings = flags_of(name, s)
-    if name in OURS and "lora_rank" not in settings:  # adapters of a random model learn nothing
-        flags = [f"--{key}={value}" for key, value in settings.items()]
-        key = {"model": model, "technique": name}
+    settings = settings_of(technique, s)
+    if "lora_rank" not in settings:  # adapters of a random model learn nothing
+        flags = [f"--{name}={value}" for name, value in settings.items()]
+        key = {"model": model, "technique": technique}
         record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
 
 
 def main(argv: list[str]) -> None:
-    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES}
+    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "techniques": TECHNIQUES | PEERS}
     s = read_settings(globals(), argv, **lists)
-    s.techniques = s.techniques or [name for name in TECHNIQUES if name != "nvme" or s.offload_dir]
+    s.techniques = s.techniques or [name for name in TECHNIQUES | PEERS if name != "nvme" or s.offload_dir]
     if "nvme" in s.techniques and not s.offload_dir:
         raise SettingError("--techniques=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
     record = runner.start("ladder", s)
@@ -134,6 +134,7 @@ def main(argv: list[str]) -> None:
         for model, name in product(s.models, s.techniques):
             measure_fits(model, name, s, record)
     if "losses" in s.measure:
-        for name in s.techniques:
-            measure_losses(s.models[0], name, s, record)
+        for technique in s.techniques:
+            if technique in TECHNIQUES:
+                measure_losses(s.models[0], technique, s, record)
     runner.finish(record)

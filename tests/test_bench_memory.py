@@ -73,13 +73,10 @@ def test_the_estimate_omits_what_train_py_refuses_and_names_its_command(monkeypa
     assert "\ntorchrun --standalone --nproc_per_node=2 train.py config/baby_llama.py --act" in text and flags in text
 
 
-@pytest.mark.parametrize(
-    "ranks, words",
-    [(1, "python"), (8, "torchrun --standalone --nproc_per_node=8"), (16, "--nnodes=2 --nproc_per_node=8")],
-)  # fmt: skip
-def test_the_command_starts_one_process_per_gpu_of_each_host(ranks, words):
-    command = estimate.launcher(ranks)
-    assert words in command and ("HOST:29500" in command) == (ranks > 8)
+def test_the_command_starts_one_process_per_gpu_of_each_host():
+    assert estimate.launcher(1) == "python"
+    assert estimate.launcher(8) == "torchrun --standalone --nproc_per_node=8"
+    assert "--nnodes=2 --nproc_per_node=8" in estimate.launcher(16)
 
 
 FITTING = [("none", "none", 0), ("selective", "none", 1), ("full", "none", 8), ("none", "optimizer", 9),

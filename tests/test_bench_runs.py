@@ -205,7 +205,9 @@ def test_a_timeline_adds_up_allocations_and_frees():
     assert snapshot.timeline(taken) == [110, 105, 125, 115]
 
 
-@pytest.mark.parametrize("name, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2)])
+@pytest.mark.parametrize(
+    "name, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2), ("hf_lora", 3)]
+)
 def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest):
     card.tokens = largest * ladder.BLOCK
     rows = card(f"ladder --models=1b --measure=fits --techniques={name}")["points"]
@@ -219,7 +221,7 @@ def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest)
 def test_a_technique_trains_on_a_cpu(name, train, tmp_path, plain_pytorch_on_one_core):
     sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
     train(**sizes, out_dir=tmp_path / "base")  # the adapters' base
-    flags = ladder.flags_of(name, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
+    flags = ladder.settings_of(name, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
     train(**sizes | flags)
     first, second = step_losses(tmp_path / "out")
     assert second < first
