@@ -22,13 +22,13 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
     out_help = "folder for the dataset (default: the script's)"
-    parser.add_argument("--out", dest="folder", type=expanded, default=folder, help=out_help)
+    parser.add_argument("--out", dest="folder", type=path_argument, default=folder, help=out_help)
     return parser
 
 
 def add_input_option(parser: argparse.ArgumentParser) -> None:
     input_help = f"files (-: standard input); {', '.join(DECOMPRESSORS)} are decompressed"
-    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=input_help)
+    parser.add_argument("--input", dest="inputs", type=path_argument, nargs="+", required=True, help=input_help)
 
 
 def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str) -> None:
@@ -42,14 +42,9 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
 
 
-def expanded(text: str) -> Path:
-    """An argparse type: a path whose ~ a shell has left, as in --out=~/x."""
-    return Path(text).expanduser()
-
-
-def input_argument(text: str) -> Path:
-    """An argparse type: a file, a folder, or - for standard input."""
-    return Path("/dev/stdin") if text == "-" else expanded(text)
+def path_argument(text: str) -> Path:
+    """An argparse type: a path, whose ~ a shell leaves in --out=~/x, or - for standard input."""
+    return Path("/dev/stdin" if text == "-" else text).expanduser()
 
 
 def share(text: str) -> float:

@@ -68,33 +68,35 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     """
     folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
     meta = read_object(folder, "meta.json")
-    params = read_object(folder, "params.json")
     config = read_object(folder, "config.json") or read_object(folder, "base_config.json")
-    if meta:
-        meta = check_meta(meta, folder / "meta.json")
-        files = dataset_files(folder, meta)
-    else:
-        files = read_files(folder, FILES)
-    generation = object_in(files, "generation_config.json", folder)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
-    name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
-    is_llama3 = name == "llama3" or LLAMA3_VOCAB in (params.get("vocab_size"), config.get("vocab_size"))
+    if not meta:
+        tokenizer = read_tokenizer(folder, read_files(folder, FILES), config.get("nanocria_tokenizer"), config)
+        if tokenizer.bos is None:
+            tokenizer.bos = doc_start_of(config)
+        return tokenizer
+    meta = check_meta(meta, folder / "meta.json")
+    tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], config)
+    if meta["vocab_size"] < tokenizer.n_vocab:
+        found = f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab}"
+        raise ValueError(f"{folder}/meta.json has {found} tokens: prepare the data again")
+    tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
+    tokenizer.bos = meta.get("bos")
+    tokenizer.hf_bos = tokenizer.bos
+    return tokenizer
+
+
+def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, config: dict) -> Tokenizer:
+    """The tokenizer in these files of a folder, or the one of this name. config: the model's."""
     if "tokenizer.json" in files:
+        generation = object_in(files, "generation_config.json", folder)
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
         tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos if isinstance(eos, list) else [eos])
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
-        places = [folder, ROOT] if is_llama3 else [folder]
-        tokenizer = read_model(find_model(*places))
-    if meta:
-        if meta["vocab_size"] < tokenizer.n_vocab:
-            found = f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab}"
-            raise ValueError(f"{folder}/meta.json has {found} tokens: prepare the data again")
-        tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
-        tokenizer.bos = meta.get("bos")
-        tokenizer.hf_bos = tokenizer.bos
-    elif tokenizer.bos is None:
-        tokenizer.bos = doc_start_of(config)
+        sizes = (config.get("vocab_size"), read_object(folder, "params.json").get("vocab_size"))
+        is_llama3 = name == "llama3" or LLAMA3_VOCAB in sizes
+        tokenizer = read_model(find_model(folder, ROOT) if is_llama3 else find_model(folder))
     tokenizer.chat_template = template_in(files)
     return tokenizer
 

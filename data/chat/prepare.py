@@ -118,7 +118,8 @@ def main():
     parser = command.make_parser(__doc__, HERE)
     command.add_input_option(parser)
     command.add_text_options(parser, tokenizer="llama3", val_fraction="0.05")
-    parser.add_argument("--template", type=Path, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
+    template_help = "a Jinja file (default: the tokenizer's, or Llama 3's)"
+    parser.add_argument("--template", type=command.path_argument, help=template_help)
     args = parser.parse_args()
     prepare(**vars(args))
     dataset = shlex.quote(f"--dataset={args.folder.absolute()}")

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.command import Progress, add_text_options, make_parser, print_summary, run_script, tokenizer_for_data
+from data import command
 from data.files import read_json, write_json
 from data.meta import SPLITS
 from data.rows import Bad, field_of, reading
@@ -95,7 +95,7 @@ def prepare(
 
     Each file makes a shard, and beside it a record of its source and counts, with which a later run continues.
     """
-    encoding = tokenizer_for_data(tokenizer)
+    encoding = command.tokenizer_for_data(tokenizer)
     files = list_files(input, sample)[:max_files]
     shards = {}
     bad = Bad(errors)
@@ -112,7 +112,7 @@ def prepare(
                 record.unlink(missing_ok=True)
                 path = Path(name if input else download(name))
                 documents = read_documents(path, field, val_fraction, bad)
-                progress = Progress(f"{number + 1}/{len(files)} {path.name} ")
+                progress = command.Progress(f"{number + 1}/{len(files)} {path.name} ")
                 counts = write_tokens(folder, documents, encoding, suffix, workers, progress)
                 write_json(record, {"source": source, "counts": counts})
             shards[suffix] = counts
@@ -120,14 +120,15 @@ def prepare(
             raise ValueError("no document is for validation: give more files, or a larger --val_fraction")
         meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
     bad.report()
-    print_summary(folder, meta)
+    command.print_summary(folder, meta)
     return meta
 
 
 def main():
-    parser = make_parser(__doc__, HERE)
-    parser.add_argument("--input", type=Path, help="a .parquet file or a folder of them (default: the hub's)")
-    add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
+    parser = command.make_parser(__doc__, HERE)
+    input_help = "a .parquet file or a folder of them (default: the hub's)"
+    parser.add_argument("--input", type=command.path_argument, help=input_help)
+    command.add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="read only this many parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
@@ -135,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    command.run_script(main)
