@@ -43,7 +43,7 @@ steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
 out = "out/finetune_losses.json"  # the record
 
-PEERS = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
+HUGGING_FACE = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
 CONFIG = "config/sft.py"
 WARMUP = 20
 EVALUATIONS = 4
@@ -53,14 +53,14 @@ PADDED_ROWS = 16  # of a padded micro-batch
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): the next token, or -100
 
 
-def conversations_of(dataset: str, block: int) -> tuple[Packed, Packed]:
+def packed_data(dataset: str, block: int) -> tuple[Packed, Packed]:
     """Training and validation data, packed into blocks."""
     return open_dataset(dataset, block, SEED, None, True)
 
 
 def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
     """train.py's loss at each step, and (step, loss) at each evaluation."""
-    _, val = conversations_of(dataset, block)
+    _, val = packed_data(dataset, block)
     settings = {
         "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
         "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
@@ -91,16 +91,16 @@ def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
     return chats
 
 
-def padded_length(part: Conversations) -> int:
+def padded_length(chats: Conversations) -> int:
     """The length of the longest, rounded up to a multiple of 64."""
-    return -(-max(len(tokens) for tokens, _ in part) // 64) * 64
+    return -(-max(len(tokens) for tokens, _ in chats) // 64) * 64
 
 
-def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(chats: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets (B, padded_length) of conversations. Padding is on the right, so no token sees it."""
-    length = padded_length(part)
-    tokens = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in part])
-    targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in part])
+    length = padded_length(chats)
+    tokens = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in chats])
+    targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in chats])
     return tokens.to(device), targets.to(device)
 
 
@@ -129,7 +129,7 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
     """train_losses() of a peer; on the CPU if there is no GPU."""
     device = timing.own_device()
     torch.set_float32_matmul_precision("high")
-    train, val = conversations_of(dataset, block)
+    train, val = packed_data(dataset, block)
     model = build_peer(trainer, folder, device)
     masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # in float32: p itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -146,7 +146,8 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
 
     def evaluate() -> float:
         with torch.no_grad():
-            return sum(loss.double() for loss in losses_of(conversations(val, val.read(range(val.n_blocks))))).item()
+            chats = conversations(val, val.read(range(val.n_blocks)))
+            return sum(loss.double() for loss in losses_of(chats)).item()
 
     step_losses = []
     evaluations = [(0, evaluate())]
@@ -176,26 +177,26 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
 
 def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]:
     """Batches of as many conversations as fit into n_tokens when padded to the longest, in random order."""
-    part = []
-    for conversation in random.Random(0).sample(chats, len(chats)):
-        if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
-            yield part
-            part = []
-        part.append(conversation)
-    yield part
+    batch = []
+    for chat in random.Random(0).sample(chats, len(chats)):
+        if batch and (len(batch) + 1) * padded_length([*batch, chat]) > n_tokens:
+            yield batch
+            batch = []
+        batch.append(chat)
+    yield batch
 
 
 def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
     """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
     device = timing.own_device()
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    data, _ = conversations_of(dataset, block)
+    data, _ = packed_data(dataset, block)
     if trainer == "packed":
         unpacked = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
         inputs = [(x, y, document_starts(marks, data.doc_start)) for x, y, marks in unpacked]
     else:
-        all_of_them = conversations(data, data.read(range(data.n_blocks)))
-        inputs = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
+        chats = conversations(data, data.read(range(data.n_blocks)))
+        inputs = [padded(some, "cpu") for some in full_batches(chats, batch * block)]
     n_tokens = sum(x[0].numel() for x in inputs)
     n_targets = sum(int((x[1] >= 0).sum()) for x in inputs)
     inputs = [[x.to(device).contiguous() for x in each] for each in inputs]
@@ -211,7 +212,7 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
 
 
 def main(argv: list[str]) -> None:
-    s = read_settings(globals(), argv, trainers=[*NANOCRIA, *PEERS], measure=("losses", "packing"))
+    s = read_settings(globals(), argv, trainers=[*NANOCRIA, *HUGGING_FACE], measure=("losses", "packing"))
     if not s.init_from:
         raise SettingError("--init_from= is empty: name a folder of published weights")
     record = runner.start("finetune", s)

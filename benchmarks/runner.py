@@ -113,8 +113,11 @@ def train_steps(
         options = point | {"trainer": trainer, "steps": steps, "warmup": warmup, "history": history}
         return row | call("trainers.measure", ranks, limit_gib, **options)
     argv = train_argv(**point, ranks=ranks, max_iters=steps + warmup, profile=bool(history))
+    argv += [*NANOCRIA[trainer].flags.split(), *flags]
+    if any(flag.startswith("--lora_rank") for flag in argv):
+        argv.append(f"--init_from={random_base(config).name}")
     with tempfile.TemporaryDirectory() as out_dir:
-        summary = train([*argv, *NANOCRIA[trainer].flags.split(), *flags], out_dir, ranks, limit_gib)
+        summary = train(argv, out_dir, ranks, limit_gib)
         if history and "peak_gib" in summary:
             shutil.copy(f"{out_dir}/profile/rank0.memory.pickle", history)
     row |= {key: summary[key] for key in SUMMARY if key in summary}

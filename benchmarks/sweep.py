@@ -110,10 +110,7 @@ def measure_point(flags: str, steps: int | None = None, **point) -> dict:
     """The measurement at this point, or why there is none. steps: to measure; None: n_steps()."""
     warmup, usual = n_steps(point["batch"] * point["block"])
     warmup += "--cuda_graph=true" in flags  # the step that records the graph takes longer
-    settings = shlex.split(flags)
-    if "--lora_rank" in f"{TRAINERS[point['trainer']].flags} {flags}":
-        settings.append(f"--init_from={runner.random_base(point['config']).name}")
-    return runner.train_steps(**point, steps=steps or usual, warmup=warmup, flags=settings)
+    return runner.train_steps(**point, steps=steps or usual, warmup=warmup, flags=shlex.split(flags))
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
