@@ -1,9 +1,8 @@
 """The input of prepare scripts: text or JSON, from files and pipes, compressed or not, perhaps with broken rows.
 
-    bad = Bad("skip")  # the value of --errors
-    for where, row in read_rows(path, bad):
-        text = field_of(row, "text", where, bad)  # None if the row is left out
-    bad.report()
+    with Bad("skip") as bad:  # the value of --errors; at the end, print what was left out
+        for where, row in read_rows(path, bad):
+            text = field_of(row, "text", where, bad)  # None if the row is left out
 
 A file's name tells its format and compression: corpus.jsonl.zst. JSON has an object a line, or is one array of objects.
 Lines are read one by one, an array whole.
@@ -31,7 +30,7 @@ class BadInput(ValueError):
 
 
 class Bad:
-    """Handles unreadable rows and files as --errors says: "strict" raises BadInput, "skip" counts them."""
+    """Handles unreadable rows and files as --errors says: "strict" raises BadInput, "skip" counts them for a report."""
 
     def __init__(self, errors: str = "strict"):
         self.strict = errors == "strict"
@@ -44,7 +43,10 @@ class Bad:
         self.n += 1
         self.first = self.first or sentence
 
-    def report(self) -> None:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
         if self.n:
             print(f"left out by --errors skip: {self.n:,}, the first: {self.first}")
 

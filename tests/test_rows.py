@@ -139,7 +139,10 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
     with pytest.raises(ValueError, match=rf"a\.jsonl:41 {BROKEN[row]}.*\. --errors skip leaves it out"):
         read(files)
     assert not contents(tmp_path / ".out")
-    assert len(read(files, errors="skip")) == 80
+    with pytest.raises(ValueError, match="0 training and 0 validation documents"):
+        read({"b.jsonl": broken}, ["b.jsonl"], errors="skip")
+    assert f"left out by --errors skip: 1, the first: {tmp_path}/b.jsonl:1 " in capsys.readouterr().out
+    assert len(read(files, ["a.jsonl"], errors="skip")) == 80
     assert f"left out by --errors skip: 2, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
 
 

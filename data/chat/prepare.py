@@ -92,7 +92,7 @@ def prepare(
     seen = Seen()
     rows = (row for path in inputs for row in read_rows(path, bad))
     texts = render_rows(rows, chat_tokenizer, bad, seen)
-    try:
+    with bad:
         meta = write_dataset(
             folder,
             split_texts(texts, val_fraction),
@@ -102,8 +102,6 @@ def prepare(
             progress=command.Progress(),
             encode=encode_conversation,
         )
-    finally:
-        bad.report()  # also where it leaves nothing to write
     command.print_summary(folder, meta)
     for sentence in seen.sentences():
         print(sentence)

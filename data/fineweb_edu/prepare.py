@@ -98,8 +98,7 @@ def prepare(
     encoding = command.tokenizer_for_data(tokenizer)
     files = list_files(input, sample)[:max_files]
     shards = {}
-    bad = Bad(errors)
-    with write_lock(folder):
+    with write_lock(folder), Bad(errors) as bad:
         for number, name in enumerate(files):
             suffix = f"_{number:06d}"
             source = {"name": name, "field": field, "val_fraction": val_fraction}
@@ -119,7 +118,6 @@ def prepare(
         if not any(counts["val"]["documents"] for counts in shards.values()):
             raise ValueError("no document is for validation: give more files, or a larger --val_fraction")
         meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
-    bad.report()
     command.print_summary(folder, meta)
     return meta
 

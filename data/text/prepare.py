@@ -144,8 +144,8 @@ def prepare(
         encoding = train_tokenizer((text for split, text in first if split == "train"), int(learned[1]))
     else:
         encoding = command.tokenizer_for_data(tokenizer)
-    meta = write_dataset(folder, documents, encoding, workers=workers, progress=command.Progress())
-    bad.report()
+    with bad:
+        meta = write_dataset(folder, documents, encoding, workers=workers, progress=command.Progress())
     command.print_summary(folder, meta)
     return meta
 
