@@ -43,17 +43,17 @@ HERE = Path(__file__).resolve().parent
 def render_rows(
     rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Callable[[str], None], seen: Seen
 ) -> Iterator[str]:
-    """The text of each conversation, with marks around its answers. seen: counts what was recognised."""
+    """The text of each conversation, with marks around its answers. seen: counts their formats."""
     for where, row in rows:
         try:
             conversation = read_row(row)
-            seen.add(conversation, names_read(template_of(tokenizer)))
             text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
         except (AttributeError, KeyError, RecursionError, TypeError) as error:  # a list instead of an object, ...
             bad(f"{where} is malformed: {error!r:.200}")
         else:
+            seen.add(conversation, names_read(template_of(tokenizer)))
             yield text
 
 
