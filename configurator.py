@@ -31,12 +31,6 @@ from pathlib import Path
 PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all serialize to JSON
 WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
-FORMER = {  # names of settings in older versions
-    "fused_kernels": "it is now kernels=none, blocks or all", "fused_loss": "it is now kernels=none, blocks or all",
-    "base_dtype": "it is now quantize_base=none or nf4", "galore_interval": "it is now a constant",
-    "galore_scale": "it is now always 1", "beta1": "it is now a constant", "beta2": "it is now a constant",
-    "wandb_project": "set WANDB_PROJECT instead", "wandb_run_name": "set WANDB_NAME instead",
-}  # fmt: skip
 
 
 class SettingError(ValueError):
@@ -220,8 +214,6 @@ def check(label: str, options: list, *readings):
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
-    if name in FORMER:
-        hint = f": {FORMER[name]}"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 

@@ -35,6 +35,9 @@ restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this 
 sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run prints, and its end
+
 
 def say(*args, **kwargs) -> None:
     """Print. A failure to print does not end the run."""
@@ -103,6 +106,21 @@ def stop_on_error():
         stop(str(error))
 
 
+def end_together(code: int) -> None:
+    """Exit together with all other ranks."""
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if code > 128 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun would take this end after a signal for a failure, and restart
+    if code or world_size > 1:
+        leave(code)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Connect the ranks
+
+
 def init_distributed(device: str, timeout: float) -> None:
     """Connect the ranks: NCCL between GPUs, gloo between CPUs.
 
@@ -160,6 +178,10 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# This rank's part
+
+
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of x."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -173,8 +195,24 @@ def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
 
 
+def worker_thread() -> ThreadPoolExecutor:
+    """A thread that works on the same GPU as this one, on a separate stream.
+
+    A new thread would start on GPU 0 and on the training's stream: torch's checkpoint writer waits for its stream
+    every 10 MB.
+    """
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1)
+    stream = torch.cuda.Stream()  # set_stream sets the device too
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_stream, initargs=(stream,))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between the ranks: every rank must call these
+
+
 def all_reduce_max(values: list[float]) -> list[float]:
-    """The largest of each value over all ranks. Every rank must call it."""
+    """The largest of each value over all ranks."""
     if world_size == 1:
         return values
     values = torch.tensor(values, dtype=torch.float64)
@@ -183,7 +221,7 @@ def all_reduce_max(values: list[float]) -> list[float]:
 
 
 def all_reduce_sum(x: torch.Tensor) -> None:
-    """Sum x over all ranks, in place. Every rank must call it."""
+    """Sum x over all ranks, in place."""
     if world_size > 1:
         dist.all_reduce(x)
 
@@ -212,8 +250,14 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
     return value
 
 
+def _reason(error) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Call function() on rank 0 and return its result on every rank. Every rank must call it."""
+    """Call function() on rank 0 and return its result on every rank."""
     values = [on_all_ranks(lambda: function() if group_rank(group) == 0 else None, group)]
     if dist.is_initialized():
         dist.broadcast_object_list(values, group=group, group_src=0, device=torch.device("cpu"))
@@ -221,7 +265,7 @@ def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = N
 
 
 def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """The value of each rank, on every rank. Every rank must call it."""
+    """The value of each rank, on every rank."""
     values = [value] * group_size(group)
     if dist.is_initialized():
         dist.all_gather_object(values, value, group)
@@ -236,13 +280,16 @@ def group_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def _reason(error) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 SAME_COMMAND = "give every machine the same code, command line and data, and a config that computes the same values"
+
+
+def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
+    """End the run if these values are not the same on all ranks."""
+    by_rank = from_all_ranks({name: repr(value) for name, value in values.items()})
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # a dict keeps their order
+    differing = [name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1]
+    if differing:
+        stop(f"the ranks differ in {', '.join(differing[:5])}: {fix}")
 
 
 def code_of_this_rank() -> dict[str, str]:
@@ -252,35 +299,3 @@ def code_of_this_rank() -> dict[str, str]:
     own = {file for file in files if file.is_relative_to(root) and "site-packages" not in file.parts}
     digests = {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(own)}
     return {"PyTorch's version": torch.__version__} | digests
-
-
-def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
-    """End the run if these values are not the same on all ranks. Every rank must call it."""
-    by_rank = from_all_ranks({name: repr(value) for name, value in values.items()})
-    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # a dict keeps their order
-    differing = [name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1]
-    if differing:
-        stop(f"the ranks differ in {', '.join(differing[:5])}: {fix}")
-
-
-def worker_thread() -> ThreadPoolExecutor:
-    """A thread that works on the same GPU as this one, on a separate stream.
-
-    A new thread would start on GPU 0 and on the training's stream: torch's checkpoint writer waits for its stream
-    every 10 MB.
-    """
-    if not torch.cuda.is_initialized():
-        return ThreadPoolExecutor(1)
-    stream = torch.cuda.Stream()  # set_stream sets the device too
-    return ThreadPoolExecutor(1, initializer=torch.cuda.set_stream, initargs=(stream,))
-
-
-def end_together(code: int) -> None:
-    """Exit together with all other ranks."""
-    if world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    if code > 128 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        os.kill(os.getppid(), signal.SIGTERM)  # torchrun would take this end after a signal for a failure, and restart
-    if code or world_size > 1:
-        leave(code)

@@ -238,7 +238,7 @@ def restore(
 def _begin(folder, base, model, optimizer, run_info) -> dict:
     """Take the weights of a folder or, if it is None, random ones. base: _base_of(folder), which is read already."""
     settings = run_info["settings"]
-    if folder and folder is not base:
+    if folder and folder is not base:  # new adapters have nothing to read
         parameters = dict(optimizer.parameters)
         for name in optimizer.parameters:
             if name.endswith(tuple(OWN)) and hf_names(name)[0] not in folder.tensors:

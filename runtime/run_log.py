@@ -94,7 +94,8 @@ class RunLog:
         self.peak_gib = None
         self.file = None
         self.wandb = None
-        self.model_info = {}  # of header(), for the summary
+        self.model_info = {}  # from header(), for the summary
+        self.shares = {}  # from header(): of each part of a mix
         self.val_losses = {}  # of the last evaluation: of each part of a mix
         self.line_began = perf_counter()
 

@@ -80,29 +80,33 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
         self.thread = worker_thread()
         self.future = None  # of the save in progress
+        self.copies = None  # a future of the tensors' copies, which are None if they could not be allocated
         self.copied = None  # an event: the copies are complete
-        self.copies = None  # a future of them
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        if self.async_save and self.optimizer.async_save and self.keep_last:
+            self._allocate_copies()
+
+    def _allocate_copies(self):
+        """Allocate the copies in the thread, during the first steps: 15 GB take seconds."""
         tensors = self.optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
         n_bytes = sum(local(x).nbytes for x in tensors.values())
-        # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
-        missing = memory_stats.missing_cpu_bytes(n_bytes + self.reserved)
-        self.pauses = (
+        pauses = (
             "training will pause while a checkpoint is written: saving in the background takes "
             f"{n_bytes / 2**30:.1f} GiB of CPU memory"
         )
-        if self.async_save and self.optimizer.async_save and self.keep_last:
-            if missing <= 0:
-                self.copies = self.thread.submit(self._allocate, tensors)  # 15 GB take seconds: in the first steps
-            else:
-                print0(f"{self.pauses}, but less is free", file=sys.stderr)
 
-    def _allocate(self, tensors):
-        try:
-            return {key: _pinned_like(x) for key, x in tensors.items()}
-        except (OSError, RuntimeError) as error:
-            say(f"{self.pauses} ({error})", file=sys.stderr)
-            return None
+        def allocate():
+            try:
+                return {key: _pinned_like(x) for key, x in tensors.items()}
+            except (OSError, RuntimeError) as error:
+                say(f"{pauses} ({error})", file=sys.stderr)
+                return None
+
+        # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
+        if memory_stats.missing_cpu_bytes(n_bytes + self.reserved) > 0:
+            print0(f"{pauses}, but less is free", file=sys.stderr)
+        else:
+            self.copies = self.thread.submit(allocate)
 
     def save(self, step: int, run: dict, wait: bool) -> str:
         """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""

@@ -135,7 +135,6 @@ REFUSED = [
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r:.300}")
       for (name, kind), texts in OF_ANOTHER_TYPE.items() for text in texts),
-    (["--base_dtype=nf4"], "Unknown setting base_dtype: it is now quantize_base=none or nf4"),
     (["llama_1b.py"], "there is no config file llama_1b.py (a .py file). Did you mean config/llama32_1b.py?"),
 ]  # fmt: skip
 

@@ -251,6 +251,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
     "in F8_E4M3: expected one of BF16": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     "model.safetensors is missing: only whole models in .safetensors are read": lambda folder: (
         folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+    "config.json is missing: copy or fetch the whole folder": lambda folder: (folder / "config.json").unlink(),
     "has rows for 200, but the data's tokenizer is bytes, 257 tokens: prepare": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
