@@ -145,18 +145,18 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
                 if not rest or rest[0].startswith("--"):
                     raise SettingError(f"{flag} needs a value: {flag}=...")
                 text = rest.pop(0)
-            readings = [text] if options == [str] else [read(text), text]
+            readings = [text] if options == [str] else [parse(text), text]
             flags[name] = check(flag, options, *readings)
         elif argument.startswith("-"):
             raise unknown(name or argument, settings)
         else:
-            add(values, read_file(argument, settings, script), settings, f"{argument}: ")
-    add(values, flags, settings)
+            override(values, read_file(argument, settings, script), settings, f"{argument}: ")
+    override(values, flags, settings)
     return wants_help
 
 
-def add(values: dict, new: dict, settings: dict, where: str = "") -> None:
-    """Add what one file names, or all flags. Of max_iters and epochs the one that is named later counts."""
+def override(values: dict, new: dict, settings: dict, where: str = "") -> None:
+    """Apply what one file names, or all flags. Of max_iters and epochs the one that is named later counts."""
     if "epochs" in settings and new.get("max_iters") is not None:
         if new.get("epochs") is not None:
             raise SettingError(f"{where}max_iters and epochs exclude each other: name one of them")
@@ -181,7 +181,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     return values
 
 
-def read(text: str):
+def parse(text: str):
     """A flag's text as Python: true, false, none, a number, a list or a dict; otherwise the text itself."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]

@@ -43,7 +43,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         if meta_weights is None:
             model = load_model(source, "cpu", getattr(torch, dtype))
             merge_lora(model)
-            rows = rows_of(model)
+            rows = all_rows(model)
         else:
             rows = rows_of_meta(meta_weights, config, getattr(torch, dtype), source)
         dataset = (opened.run or {}).get("dataset", {})
@@ -55,7 +55,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def rows_of(model: Llama) -> list[Rows]:
+def all_rows(model: Llama) -> list[Rows]:
     return [rows for name, p in model.named_parameters() for rows in hf_rows(name, p, model.config)]
 
 
@@ -124,7 +124,7 @@ def rows_of_meta(weights: dict[str, torch.Tensor], config: LlamaConfig, dtype: t
     ValueError if the weights are not those of this model.
     """
     with torch.device("meta"):
-        rows = rows_of(Llama(config).to(dtype))
+        rows = all_rows(Llama(config).to(dtype))
     expected = {row.name: row.shape for row in rows}
     for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "none"

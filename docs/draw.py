@@ -130,7 +130,7 @@ def timeline(c: LlamaConfig) -> list[tuple[str, float, list[Part]]]:
     block = (model.flops_per_token(c.block_size) - loss) / (3 * c.n_layer)  # forward; backward takes twice as many
     step = Step(c, RUN)
     by_phase = phases(c, RUN)
-    points = [("forward", block, step.parts_at(k, (0, 0), [])) for k in range(1, c.n_layer + 1)]
+    points = [("forward", block, step.parts_at(k, 0, 0, [])) for k in range(1, c.n_layer + 1)]
     points.append(("loss", loss, by_phase["the loss, at the end of forward"]))
     points += [("backward", 2 * block, by_phase[f"backward of block {k}"]) for k in range(c.n_layer, 0, -1)]
     total = sum(flops for _, flops, _ in points)

@@ -295,18 +295,17 @@ class Step:
         how = f"{self.saved_bytes:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", self.saved_bytes * blocks * self.n_tokens, how)] if blocks else []
 
-    def parts_at(self, ahead: int, gathered: tuple[int, int], more: list[Part]) -> list[Part]:
+    def parts_at(self, ahead: int, blocks: int, heads: int, more: list[Part]) -> list[Part]:
         """All parts of one phase, including `more`.
 
-        ahead: number of blocks whose backward has not ended. gathered: number of blocks whose whole weights are held,
-        and number of copies of the whole weights that the loss needs.
+        ahead: number of blocks whose backward has not ended. blocks: number of those whose whole weights are held.
+        heads: number of copies of the whole weights that the loss needs.
         """
         parts = self.always()
-        blocks, times = gathered
         if self.run.fsdp:
-            parts += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
+            parts += counted("gathered weights", "weights", (blocks, self.block), (heads, self.for_loss))
         elif self.run.offload == "all":
-            parts += counted("streamed weights", "weights", (2, self.block), (times, self.root))
+            parts += counted("streamed weights", "weights", (2, self.block), (heads, self.root))
         if self.run.offload_activations:  # the last block's; in backward those of the block being read and of the next
             ahead = min(ahead, 1 + (ahead < self.c.n_layer))
         return parts + self.saved(ahead) + more
@@ -378,10 +377,12 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     layers = config.n_layer
     tied = config.tie_embeddings
     stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
-    root_stays = int(run.fsdp and tied)  # until backward ends: it includes the embedding
+    tied_head = int(run.fsdp and tied)  # stays until backward ends: it is the embedding, too
     # NCCL gathers into a buffer that FSDP copies from: it is as large as the larger of the last two gathers
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
-    in_loss = (stay, 1 + buffer) if step.head.n > step.block.n else (stay + buffer, 1)
+    head_is_larger = step.head.n > step.block.n
+    blocks_in_loss = stay + (0 if head_is_larger else buffer)
+    heads_in_loss = 1 + (buffer if head_is_larger else 0)
     forward, backward = loss_parts(config, run, step.n_tokens)
     first = step.embedding  # reduced at the end
     copies = 1
@@ -391,17 +392,18 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
         if FSDP_2_15 and step.unsynced and step.itemsize < 4:
             copies = 3  # with the accumulator's 4 bytes 10: both gradients in float32, the embedding's also as computed
     by_phase = {
-        "the loss, at the end of forward": step.parts_at(layers, in_loss, [forward]),
-        "backward of the loss": step.parts_at(layers, (stay or buffer, 1), [backward]),
-        "reduction of the head": step.parts_at(layers, (stay or buffer, 0), step.reduction(step.head)),
+        "the loss, at the end of forward": step.parts_at(layers, blocks_in_loss, heads_in_loss, [forward]),
+        "backward of the loss": step.parts_at(layers, stay or buffer, 1, [backward]),
+        "reduction of the head": step.parts_at(layers, stay or buffer, 0, step.reduction(step.head)),
     }
     for k in range(layers, 0, -1):
-        gathered = k if stay else 1 + buffer, root_stays  # the next block is gathered before this one computes
-        more = step.being_reduced(step.block if k < layers else step.head) + step.block_in_backward()
-        by_phase[f"backward of block {k}"] = step.parts_at(k, gathered, step.gradients(layers - k, int(tied)) + more)
+        blocks = k if stay else 1 + buffer  # the next block is gathered before this one computes
+        reduced = step.being_reduced(step.block if k < layers else step.head)
+        more = step.gradients(layers - k, int(tied)) + reduced + step.block_in_backward()
+        by_phase[f"backward of block {k}"] = step.parts_at(k, blocks, tied_head, more)
     more = step.gradients(layers, copies) + step.being_reduced(step.block)
-    by_phase["backward of the embedding"] = step.parts_at(0, (0, root_stays), more)
-    by_phase["reduction of the embedding"] = step.parts_at(0, (0, 0), step.gradients(layers, 0) + step.reduction(first))
+    by_phase["backward of the embedding"] = step.parts_at(0, 0, tied_head, more)
+    by_phase["reduction of the embedding"] = step.parts_at(0, 0, 0, step.gradients(layers, 0) + step.reduction(first))
     return by_phase
 
 

@@ -118,17 +118,7 @@ class RunLog:
             gib = f"about {self.model_info['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
-        steps = self.max_iters
-        self.shares = data.shares
-        for part, (name, share) in zip(data.parts, data.shares.items(), strict=True):
-            times = share * self.tokens_per_step * steps / (part.n_blocks * config.block_size)
-            of_the_mix = f" {share:.1%} of the sequences;" if share < 1 else ""
-            n_tokens = f"{len(part.tokens):,} tokens;"
-            print0(f"data      {name}: {n_tokens}{of_the_mix} {steps:,} steps read them {times:.2f} times")
-            if part.packing:
-                print0(f"          {part.packing}")
-            if times > 10:
-                print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
+        self._print_data(data, config.block_size)
         n_sequences = self.tokens_per_step // config.block_size  # of a step
         if n_sequences > data.n_blocks:
             print0(
@@ -139,6 +129,19 @@ class RunLog:
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
+
+    def _print_data(self, data: Blocks, block_size: int) -> None:
+        self.shares = data.shares
+        steps = self.max_iters
+        for part, (name, share) in zip(data.parts, data.shares.items(), strict=True):
+            times = share * self.tokens_per_step * steps / (part.n_blocks * block_size)
+            of_the_mix = f" {share:.1%} of the sequences;" if share < 1 else ""
+            n_tokens = f"{len(part.tokens):,} tokens;"
+            print0(f"data      {name}: {n_tokens}{of_the_mix} {steps:,} steps read them {times:.2f} times")
+            if part.packing:
+                print0(f"          {part.packing}")
+            if times > 10:
+                print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
 
     @stop_on_error()
     def open(self, first_step: int, on_not_finite: Callable[[int, float, float], None], settings=None) -> None:
@@ -327,7 +330,10 @@ class RunLog:
                 f"validation: {result['bits_per_byte']:.3f} bits per byte; xz -9 needs {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
-        write_json(self.out_dir / "summary.json", result)
+        try:
+            write_json(self.out_dir / "summary.json", result)
+        except OSError as error:  # a full disk
+            print0(f"summary.json is not written: {error}")
 
     def next_command(self, chat: bool, best: Path | None = None) -> None:
         """Print how to sample from the best checkpoint; None: from the newest."""

@@ -333,7 +333,9 @@ def _write_rows(path, tensors, begins):
 
 
 def lock_out_dir(out_dir: Path) -> TextIO:
-    """Create out_dir and lock it until the file is closed. OSError if another run locks it, ValueError for a model."""
+    """Create out_dir, lock it until the file is closed, and delete what a killed run left. OSError if another run locks
+    it, ValueError for a model.
+    """
     if is_model(out_dir):
         raise ValueError(f"{out_dir} holds weights: name a folder for this run alone, or the one above a checkpoint")
     try:
@@ -344,6 +346,7 @@ def lock_out_dir(out_dir: Path) -> TextIO:
         file.write(f"{time.time_ns()}\n")  # the other ranks compare this
         file.flush()
         os.fsync(file.fileno())
+        remove_partial(out_dir)
         return file
     except BlockingIOError as error:
         raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error

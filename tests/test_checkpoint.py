@@ -313,6 +313,8 @@ def test_a_half_written_checkpoint_is_not_loaded(train, tmp_path):
     (tmp_path / "out/step_000002.1.old.partial").mkdir()  # and while deleting
     train()
     assert losses(tmp_path / "out") == whole
+    (tmp_path / "out/step_000002.1.old.partial").mkdir()  # killed after the last save
+    train()
     assert {path.name for path in (tmp_path / "out").glob("step_*")} == {"step_000004", "step_000008"}
 
 
