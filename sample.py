@@ -127,7 +127,7 @@ def converse(messages: list[dict]) -> None:
 try:
     newest = newest_model(Path(out_dir))
     best = best_of(checkpoints(out_dir))
-    if best not in (None, newest):
+    if best not in (None, newest) and best_of([newest]):  # without its own loss, after a signal, it may be the better
         print(f"{newest} is the newest; {best} has a lower validation loss", file=sys.stderr)
     folder = open_folder(newest)
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)

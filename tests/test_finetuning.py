@@ -147,6 +147,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_resumed_run(
     newest = tmp_path / "out/step_000008"
     assert f"{newest} is the newest; {tmp_path}/out/step_000004 has a lower validation loss" in sample()[1]
     assert "lower" not in sample(out_dir=newest)[1]
+    val_loss = read_run(newest)["val_loss"]
+    edit_run(newest, val_loss=None)  # as after a signal
+    assert "lower" not in sample()[1]
+    edit_run(newest, val_loss=val_loss)
     train(**settings, max_iters=10)
     assert f"resumes   {newest}" in capsys.readouterr().out
     assert kept(tmp_path / "out") == [4, 10]
