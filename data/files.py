@@ -70,15 +70,6 @@ def read_small(path: Path, limit: int) -> bytes:
     return content
 
 
-def how_to_fetch(path: Path) -> str:
-    """What to do about a path that holds no weights, or no tokenizer: it may be a name on the hub, or a GGUF file."""
-    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
-        return "GGUF files are not read: fetch the model they were made from, hf download NAME --local-dir FOLDER"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return f"If that is a name on huggingface.co: hf download {path} --local-dir {path.name}, then name {path.name}"
-    return "From huggingface.co: hf download NAME --local-dir FOLDER"
-
-
 def read_json(path: Path, limit: int) -> dict:
     """The JSON object in a file of at most `limit` bytes. ValueError, OSError as read_small's."""
     return parse_object(read_small(path, limit), path)
@@ -104,3 +95,12 @@ def display_path(path: Path) -> str:
     """The path relative to the current folder if it is inside, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def how_to_fetch(path: Path) -> str:
+    """What to do about a path that holds no weights, or no tokenizer: it may be a name on the hub, or a GGUF file."""
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        return "GGUF files are not read: fetch the model they were made from, hf download NAME --local-dir FOLDER"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"If that is a name on huggingface.co: hf download {path} --local-dir {path.name}, then name {path.name}"
+    return "From huggingface.co: hf download NAME --local-dir FOLDER"

@@ -47,10 +47,6 @@ def template_of(tokenizer: Tokenizer) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Text
-
-
 def render_answers(
     tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
 ) -> str:
