@@ -15,10 +15,7 @@ and base_config.json instead of config.json. The base weights stay where they ar
 Others publish weights in several files, which the index names.
 
 The safetensors package maps a file into memory and hands out the rows that are asked for, so no rank ever holds a whole
-file. Nothing is unpickled: reading a folder executes no code from it.
-
-Before a checkpoint's weights are read, the ranks share its files and compare each SHA-256. A published folder has no
-run.json, so only its format is checked. save.py writes checkpoints.
+file. Nothing is unpickled: reading a folder executes no code from it. save.py writes checkpoints.
 """
 
 import hashlib
@@ -37,7 +34,7 @@ from torch import nn
 
 from data.files import how_to_fetch, read_json, refuse_lfs_pointer
 from data.meta import check_meta
-from data.tokenizer import published_name
+from data.tokenizer import MOST_FILE_BYTES, published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
@@ -54,7 +51,6 @@ from runtime.distributed import (
 )
 from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
 
-SMALL_FILE_BYTES = 2**28  # maximum for a file without tensors; the largest tokenizer.json have 4e7
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
 CHUNK_BYTES = 2**22  # read and hashed at a time
@@ -127,7 +123,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
-        return read_json(path, SMALL_FILE_BYTES)
+        return read_json(path, MOST_FILE_BYTES)
     except ValueError as error:
         raise Damaged(str(error)) from error
 

@@ -178,10 +178,6 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# This rank's part
-
-
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of x."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -52,7 +52,6 @@ class Saver:
         saver.wait_for_copy()                     # before each update: the GPU waits for the copy, the CPU does not
         message = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
         saver.report(step)                        # after each step: prints once when a background save has finished
-        saver.finish(step)                        # waits for the save and prints
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
     then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
@@ -112,7 +111,7 @@ class Saver:
         """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""
         if not self.keep_last:
             return "nothing saved"
-        self.finish(step)
+        self.report(step, wait=True)
         start = time.perf_counter()
         run = {"step": step, **self.optimizer.counters(step), **run}
         copies = self.copies.result() if self.copies else None
@@ -138,12 +137,8 @@ class Saver:
             torch.cuda.current_stream().wait_event(self.copied)
             self.copied = None
 
-    def report(self, step: int) -> None:
-        if self.future is not None and self.future.done():
-            self.finish(step)
-
-    def finish(self, step: int) -> None:
-        if self.future is not None:
+    def report(self, step: int, wait: bool = False) -> None:
+        if self.future is not None and (wait or self.future.done()):
             print0(f"step {step:05d} | {self.outcome()}")
 
     def outcome(self) -> str:

@@ -90,7 +90,7 @@ def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: fl
     if math.isfinite(loss) and loss_scale >= 1:
         print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
         return
-    saver.finish(step)
+    saver.report(step, wait=True)
     newest = checkpoint.newest(saver.out_dir)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # other ranks may wait in collectives that this rank has queued

@@ -1,4 +1,4 @@
-"""Settings that cannot work together get a sentence; settings of older versions are understood or named."""
+"""Settings that cannot work together, and a user's mistakes, get a sentence."""
 
 import pytest
 
