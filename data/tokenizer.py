@@ -168,6 +168,21 @@ def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
     return files
 
 
+def files_to_save(weights: Path | None, data: Path | None, meta: dict, name: str) -> dict[str, bytes]:
+    """The files of a tokenizer for a checkpoint: from the folder of weights that a run began with and, in their place,
+    from that of its data. meta: the data's meta.json; name: the tokenizer's.
+    """
+    files = read_files(weights, (*FILES, "tokenizer.model")) if weights else {}
+    if data:
+        files = replace_files(files, dataset_files(data, meta))
+    if "tokenizer.json" not in files:
+        with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
+            files = tokenizer_of(data or weights).hf_files() | files
+    if name == "llama3" and "tokenizer.json" in files:
+        files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
+    return files
+
+
 def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: Iterable = ()) -> Tokenizer:
     """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: the ids where a model stops."""
     content = parse_object(files["tokenizer.json"], path)

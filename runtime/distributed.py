@@ -35,9 +35,6 @@ restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this 
 sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a run prints, and its end
-
 
 def say(*args, **kwargs) -> None:
     """Print. A failure to print does not end the run."""
@@ -115,10 +112,6 @@ def end_together(code: int) -> None:
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun would take this end after a signal for a failure, and restart
     if code or world_size > 1:
         leave(code)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Connect the ranks
 
 
 def init_distributed(device: str, timeout: float) -> None:

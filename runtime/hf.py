@@ -6,7 +6,6 @@ many rows as their parameter are split alike, and named exp_avg.model.layers.0.s
 peft's names.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import model
 from configurator import check
-from data.tokenizer import (
-    DOC_START,
-    FILES,
-    LLAMA3_VOCAB,
-    dataset_files,
-    object_in,
-    read_files,
-    replace_files,
-    to_json,
-    tokenizer_of,
-)
+from data.tokenizer import DOC_START, LLAMA3_VOCAB, files_to_save, object_in, to_json
 from model import ROPE_SCALING_KEYS, LlamaConfig
 from runtime.distributed import from_rank_0
 
@@ -48,7 +37,6 @@ WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matric
 OWN = set()
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
-TOKENIZER_FILES = (*FILES, "tokenizer.model")  # copied from the folder that a run began with
 ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
 POSITIONS = "max_position_embeddings"
@@ -260,22 +248,8 @@ def hf_files(
     folder: the open folder that the weights are from, or None; dataset: meta.json of the data they were or are trained
     on, or {}; data: the folder of that.
     """
-
-    def read():
-        files = {}
-        if folder:
-            files = read_files(folder.path, TOKENIZER_FILES)
-        if data:
-            files = replace_files(files, dataset_files(data, dataset))
-        if "tokenizer.json" not in files:
-            with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
-                files = tokenizer_of(data or folder.path).hf_files() | files
-        if tokenizer == "llama3" and "tokenizer.json" in files:
-            files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
-        return files
-
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
-    files = from_rank_0(read)
+    files = from_rank_0(lambda: files_to_save(folder and folder.path, data, dataset, tokenizer))
     if "generation_config.json" in files and dataset.get("eos"):  # transformers prefers its eos
         generation = object_in(files, "generation_config.json")
         generation["eos_token_id"] = config_json["eos_token_id"]

@@ -224,10 +224,14 @@ def restore(
     config.json and tokenizer files by name. Ends the run if the weights cannot be read.
     """
     start_time = time.perf_counter()
-    base = start and _base_of(start, run_info["settings"])
+    settings = run_info["settings"]
+    dataset = run_info["dataset"]
+    data = dataset_folder(next(iter(dataset_parts(settings["dataset"]))))  # all parts of a mix have its tokenizer
+    files = hf_files(start, model.config, dataset["tokenizer"], run_info["dtype"], dataset, data)
+    base = start and _base_of(start, settings)
     if base:
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
-    files = _files_to_save(start, base, model.config, run_info)
+        files = adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"])
     if start is None or not _is_checkpoint_of(start, out_dir):
         return _begin(start, base, model, optimizer, run_info), files
     run = _resume(start, model, optimizer, run_info)
@@ -284,12 +288,3 @@ def _changes(run: dict, run_info: dict) -> list[str]:
         for name, value in run_info["dataset"].items()
         if name.endswith("_sha256") and run["dataset"].get(name, value) != value
     ]
-
-
-def _files_to_save(folder, base, config, run_info) -> dict[str, bytes]:
-    """The files without tensors of this run's checkpoints."""
-    settings = run_info["settings"]
-    dataset = run_info["dataset"]
-    data = dataset_folder(next(iter(dataset_parts(settings["dataset"]))))  # all parts of a mix have its tokenizer
-    files = hf_files(folder, config, dataset["tokenizer"], run_info["dtype"], dataset, data)
-    return adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"]) if base else files
