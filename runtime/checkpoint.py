@@ -255,9 +255,8 @@ def _tensors_of(path, stem):
     if (path / whole).exists():
         return _tensors_in(path, whole)
     if not index.exists():
-        advice = "copy the whole checkpoint"
-        if stem != "optimizer":
-            advice = f"only whole models in .safetensors are read. {how_to_fetch(path)}"
+        fetch = f"only whole models in .safetensors are read. {how_to_fetch(path)}"
+        advice = "copy the whole checkpoint" if stem == "optimizer" else fetch
         raise Damaged(f"{path / whole} is missing: {advice}")
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):

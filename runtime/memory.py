@@ -380,9 +380,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     tied_head = int(run.fsdp and tied)  # stays until backward ends: it is the embedding, too
     # NCCL gathers into a buffer that FSDP copies from: it is as large as the larger of the last two gathers
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
-    head_is_larger = step.head.n > step.block.n
-    blocks_in_loss = stay + (0 if head_is_larger else buffer)
-    heads_in_loss = 1 + (buffer if head_is_larger else 0)
+    blocks_in_loss = stay + (buffer if step.head.n <= step.block.n else 0)
+    heads_in_loss = 1 + (buffer if step.head.n > step.block.n else 0)
     forward, backward = loss_parts(config, run, step.n_tokens)
     first = step.embedding  # reduced at the end
     copies = 1
