@@ -101,6 +101,8 @@ def how_to_fetch(path: Path) -> str:
     """What to do about a path that holds no weights, or no tokenizer: it may be a name on the hub, or a GGUF file."""
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return "GGUF files are not read: fetch the model they were made from, hf download NAME --local-dir FOLDER"
+    if (path / "adapter_config.json").exists():
+        return "It holds adapters that peft wrote: merge them into their base by peft's merge_and_unload()"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
         return f"If that is a name on huggingface.co: hf download {path} --local-dir {path.name}, then name {path.name}"
     return "From huggingface.co: hf download NAME --local-dir FOLDER"

@@ -68,6 +68,7 @@ CASES = [  # a script with a name that holds no weights or tokenizer yet, and wh
      "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M"),
     ("sample.py --device=cpu --out_dir={0}/only/model.gguf", "GGUF files are not read"),
     ("convert.py {0}/only {0}/new", "GGUF files are not read"),
+    ("convert.py {0}/peft {0}/new", "merge_and_unload"),
     ("data/text/prepare.py --input {0}/text --out {0}/new --tokenizer {0}/bare", "hf download"),
     ("data/chat/prepare.py --input {0}/text --out {0}/new --tokenizer HuggingFaceTB/SmolLM2-135M", "hf download Hugg"),
 ]  # fmt: skip
@@ -76,7 +77,7 @@ CASES = [  # a script with a name that holds no weights or tokenizer yet, and wh
 @pytest.mark.parametrize("command, sentence", CASES)
 def test_a_hub_name_a_gguf_file_and_a_folder_without_weights_say_how_to_fetch_them(command, sentence, tmp_path):
     (tmp_path / "text").write_text("text")
-    for folder, file in (("only", "model.gguf"), ("bare", "config.json")):
+    for folder, file in (("only", "model.gguf"), ("bare", "config.json"), ("peft", "adapter_config.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text("{}")
     script, *words = command.format(tmp_path).split()
