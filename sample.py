@@ -23,11 +23,11 @@ from configurator import configure
 from data.chat.template import encode_prompt
 from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
-from runtime.checkpoint import Folder, checkpoints, load_model, newest_model, open_folder
+from runtime.checkpoint import Folder, load_model, newest_model, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file
 from runtime.generate import begin_document, generate_text
-from runtime.save import best_of
+from runtime.save import tell_of_better
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -126,9 +126,7 @@ def converse(messages: list[dict]) -> None:
 
 try:
     newest = newest_model(Path(out_dir))
-    best = best_of(checkpoints(out_dir))
-    if best not in (None, newest) and best_of([newest]):  # without its own loss, after a signal, it may be the better
-        print(f"{newest} is the newest; {best} has a lower validation loss", file=sys.stderr)
+    tell_of_better(Path(out_dir), newest)
     folder = open_folder(newest)
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []

@@ -76,6 +76,8 @@ DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": o
 
 def open_input(path: Path) -> BinaryIO:
     """Open a file or pipe, decompressing it if its name says so."""
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder: give its files, {path}/*.jsonl")
     file = open(path, "rb")  # noqa: SIM115
     refuse_lfs_pointer(file.peek(), path)
     decompress = DECOMPRESSORS.get(path.suffix.lower())
@@ -104,7 +106,7 @@ def read_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any
             if not line.removeprefix(BOM).strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode("utf-8-sig").strip())
             except (ValueError, RecursionError) as error:
                 bad(f"{where} is not a line of JSON: {error}")
             else:

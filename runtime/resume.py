@@ -143,6 +143,9 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
     if start is None:
         if settings["lora_rank"]:
             stop("lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER")
+        if "train_targets" in dataset and settings["init_from"] == "auto":  # conversations
+            stop("conversations alone teach random weights little: name published ones, --init_from=FOLDER, or insist "
+                 "with --init_from=scratch")  # fmt: skip
         return
     resumes = _is_checkpoint_of(start, out_dir)
     if resumes:
@@ -251,8 +254,9 @@ def _begin(folder, base, model, optimizer, run_info) -> dict:
         read_weights(folder, parameters, model.config, optimizer.set_weight)
     if folder:
         print0(f"begins    with the weights of {folder.path}")
-    elif "train_targets" in run_info["dataset"]:  # conversations
-        print0("begins    with random weights: --init_from=FOLDER takes published ones")
+        context = read_config(folder)[0]["block_size"]
+        if model.config.block_size > context:
+            print0(f"          which were trained on {context:,} tokens at a time; block_size is more")
     for name in optimizer.parameters if settings["keep_last"] else ():
         hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
     init_from = _absolute(settings["init_from"]) if folder else settings["init_from"]

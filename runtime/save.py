@@ -399,6 +399,13 @@ def best_of(paths: list[Path]) -> Path | None:
     return min(losses, key=losses.get, default=None)
 
 
+def tell_of_better(run: Path, newest: Path) -> None:
+    """Says on stderr if an older checkpoint of the run has a lower validation loss than the newest."""
+    best = best_of(checkpoints(run))
+    if best not in (None, newest) and best_of([newest]):  # without its own loss, after a signal, it may be the better
+        print(f"{newest} is the newest; {best} has a lower validation loss", file=sys.stderr)
+
+
 def mark_damaged(path: Path) -> None:
     damaged = path.with_name(path.name + ".damaged")
     remove(damaged)  # the same step was damaged before

@@ -136,7 +136,7 @@ def kept(out_dir):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_resumed_run(
-    train, val_losses, sample, tmp_path, capsys, async_save
+    train, val_losses, sample, convert_to_hf, tmp_path, capsys, async_save
 ):
     settings = dict(eval_interval=2, keep_last=1, keep_best=True, async_save=async_save)
     train(**settings)
@@ -145,7 +145,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_resumed_run(
     assert out.count("best so far") == 2 and "step_000004, the best so far" in out, out
     assert f"next: python sample.py --out_dir={tmp_path}/out/step_000004\n" in out.replace(f"{ROOT}/", "")
     newest = tmp_path / "out/step_000008"
-    assert f"{newest} is the newest; {tmp_path}/out/step_000004 has a lower validation loss" in sample()[1]
+    better = f"{newest} is the newest; {tmp_path}/out/step_000004 has a lower validation loss"
+    assert better in sample()[1]
+    convert_to_hf(tmp_path / "out")
+    assert better in capsys.readouterr().err
     assert "lower" not in sample(out_dir=newest)[1]
     val_loss = read_run(newest)["val_loss"]
     edit_run(newest, val_loss=None)  # as after a signal

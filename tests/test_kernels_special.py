@@ -39,6 +39,14 @@ def test_overwrite_dy_gives_the_gradient_of_x_the_memory_of_that_of_y(name):
     assert torch.equal(strided[0], before), "what is not contiguous stays"
 
 
+def test_the_norm_is_of_the_sum_as_it_is_stored():
+    x = randn(5, 300, dtype=FP16)
+    residual = randn(5, 300, dtype=FP16)
+    weight = randn(300, dtype=FP16)
+    y, total = kernels.add_rms_norm(x, residual, weight)
+    assert torch.equal(y, kernels.rms_norm(total, weight))
+
+
 @pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name", ["add_norm_linear", "add_norm_mlp", "add_norm_mlp_in_chunks"])
 def test_without_a_residual_x_is_the_sum_whatever_its_strides(name, ops):

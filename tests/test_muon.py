@@ -30,6 +30,10 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
         inner = u.mT @ found @ v.mT
         assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-9
     assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
+    # one singular value of nearly 1 and small ones, as after the division by the norm
+    small = torch.cat([torch.tensor([1.0]), torch.logspace(-3, -1.5, 31)]).double()
+    found = torch.linalg.svdvals(orthogonalize(torch.diag(small)[None]))
+    assert found.min() > 0.84 and found.max() < 1.15, found
 
 
 def formula(w, m, r, g, lr, t, rule):

@@ -13,7 +13,7 @@ from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
 from tests.published import publish
-from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, numbers, step_losses
+from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, numbers, run, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
@@ -167,18 +167,19 @@ def test_any_split_of_a_step_gives_the_same_loss_and_gradients(model, chats):
 
 
 def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
-    common = CHAT | dict(dataset=chats, eval_iters=5)
+    common = CHAT | dict(dataset=chats, eval_iters=5, init_from="scratch")
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
+    refused = run(common | one | dict(init_from="auto"))
+    assert refused.returncode == 1 and "--init_from=FOLDER" in refused.stderr
     done = finish(common | one)
     assert "of their tokens targets; blocks 9" in done.stdout
-    assert "begins    with random weights: --init_from=FOLDER takes published ones" in done.stdout
     two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
     train_on_ranks(2, **two)
     assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "two"), 2e-6)
     assert_close(*(numbers(tmp_path / name, "val_loss") for name in ("one", "two")), 2e-6)
     stopped = common | one | dict(out_dir=tmp_path / "resumed")
-    for max_iters in (4, 8):
-        finish(stopped | dict(max_iters=max_iters, lr_decay_iters=8))
+    finish(stopped | dict(max_iters=4, lr_decay_iters=8))
+    finish(stopped | dict(max_iters=8, lr_decay_iters=8, init_from="auto"))
     assert losses(tmp_path / "resumed")[-5:] == losses(tmp_path / "one")[-5:]
 
 

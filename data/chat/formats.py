@@ -146,6 +146,8 @@ EXPECTED = (
 # ----------------------------------------------------------------------------------------------------------------------
 # Messages
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")  # only assistant's are learned
+
 
 def list_of_messages(row: dict, name: str) -> list[dict]:
     messages = row[name]
@@ -158,6 +160,8 @@ def checked(message: dict, i: int) -> dict:
     """A message with its parts joined, and its flags as "weight": 0 or none. ValueError if it is malformed."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
+    if message["role"] not in ROLES:  # an answer of an "Assistant" would silently not be learned
+        raise ValueError(f"message {i} has the role {message['role']!r:.40}, expected one of {', '.join(ROLES)}")
     flags = {name: message[name] for name in LEARN_FLAGS if name in message}
     if any(flag not in (0, 1) for flag in flags.values()):
         raise ValueError(f"message {i} has {flags!r:.60}, expected 0 or 1, false or true")
