@@ -13,6 +13,7 @@ function for a norm and the projection after it, logits in chunks, recomputation
 B batch, T time, C n_embd, H query heads, K key/value heads, D head size, F ffn_dim, V vocabulary.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -20,9 +21,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model
-from model import LlamaConfig, rope_tables
+from model import LlamaConfig
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def angles(c: LlamaConfig, n_time: int, device) -> torch.Tensor:
+    """How far each pair of a head's elements turns at each position, in radians: (T, D/2) float64."""
+    pair = torch.arange(c.head_dim // 2, device=device, dtype=torch.float64)
+    speed = c.rope_theta ** (-2 * pair / c.head_dim)  # radians per position: the first pair turns fastest
+    if c.rope_scaling:  # Llama 3.1 and 3.2: what turns less than low times in the original context is slowed by factor
+        s = c.rope_scaling
+        turns = s["original_max_position_embeddings"] * speed / (2 * math.pi)
+        share = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        speed = torch.lerp(speed / s["factor"], speed, share.clamp(0, 1))
+    return torch.outer(torch.arange(n_time, device=device, dtype=torch.float64), speed)
 
 
 def rotate(x, cos, sin):
@@ -94,8 +107,9 @@ class PlainLlama(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.tok_embeddings(tokens)  # (B, T, C)
         dtype = torch.promote_types(x.dtype, torch.float32)  # positions need more bits than bfloat16 has
-        # of each position's angles, D/2 of them: (T, D/2)
-        cos, sin = rope_tables(self.config, 0, tokens.shape[1], tokens.device, dtype)
+        theta = angles(self.config, tokens.shape[1], tokens.device)
+        cos = theta.cos().to(dtype)  # (T, D/2)
+        sin = theta.sin().to(dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.lm_head(self.norm(x))  # (B, T, V)
