@@ -35,20 +35,21 @@ class Bad:
     def __init__(self, errors: str = "strict"):
         self.strict = errors == "strict"
         self.n = 0
-        self.first = ""
+        self.first = []  # of the sentences, ten
 
     def __call__(self, sentence: str) -> None:
         if self.strict:
             raise BadInput(f"{sentence}. --errors skip leaves it out")
         self.n += 1
-        self.first = self.first or sentence
+        if len(self.first) < 10:
+            self.first.append(sentence)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error) -> None:
         if self.n:
-            print(f"left out by --errors skip: {self.n:,}, the first: {self.first}")
+            print(f"left out by --errors skip: {self.n:,}, the first: " + "\n".join(self.first))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ in 4 bytes per parameter instead of 6, without losing a bit. Only for a NaN is t
 NaN's: rounding could carry it into a number.
 
 Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write all but grad: 12).
-On one H200, where a copy of as many bytes is 100%: forward 97-99%.
+On one H200, where a copy of as many bytes is 100%: a step 97-99%.
 
 What changes from step to step arrives in one fp32 tensor, step_scalars: the gradients' scale (NaN or inf: change
 nothing), the learning rate, 1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ). So a captured CUDA graph replays with new values, and a

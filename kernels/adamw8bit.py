@@ -18,7 +18,7 @@ Every operation up to the codes is rounded as PyTorch rounds it (no fused multip
 kernel, adamw8bit.c and the reference produce the same codes bit for bit.
 
 Bytes for n parameters in bf16: 14n (read parameter, low, m, v: 6; grad: 2; write all but grad: 6), plus 16 per block.
-That is 0.54 of adamw's 26n. On one H200, where a copy of as many bytes is 100%: forward 59-61%.
+That is 0.54 of adamw's 26n. On one H200, where a copy of as many bytes is 100%: a step 59-61%.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """

@@ -148,7 +148,9 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
         read({"b.jsonl": broken}, ["b.jsonl"], errors="skip")
     assert f"left out by --errors skip: 1, the first: {tmp_path}/b.jsonl:1 " in capsys.readouterr().out
     assert len(read(files, ["a.jsonl"], errors="skip")) == 80
-    assert f"left out by --errors skip: 2, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"left out by --errors skip: 2, the first: {tmp_path}/a.jsonl:41 " in printed
+    assert f"\n{tmp_path}/a.jsonl:82 " in printed
 
 
 NOT_TEXT = {
