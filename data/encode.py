@@ -54,7 +54,8 @@ def encode_documents(
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
     processes = []
     pipes = deque()
-    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit it: Ctrl-C is for this process
+    # Workers inherit that SIGINT is blocked: Ctrl-C is for this process, and waits until they have started.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for _ in first:
             pipe, workers_end = context.Pipe()
@@ -63,7 +64,7 @@ def encode_documents(
             workers_end.close()
             processes.append(process)
             pipes.append(pipe)
-        signal.signal(signal.SIGINT, on_ctrl_c)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for pipe, batch in zip(pipes, first, strict=True):
             with worker_alive():
                 pipe.send((tokenizer, encode))
