@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -54,6 +55,7 @@ def encode_documents(
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
     processes = []
     pipes = deque()
+    resource_tracker.ensure_running()  # before a worker does: its start unblocks SIGINT
     # Workers inherit that SIGINT is blocked: Ctrl-C is for this process, and waits until they have started.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
