@@ -1,5 +1,6 @@
 """Token files: they read back as written; damage is reported; writers do not disturb each other."""
 
+import functools
 import hashlib
 import json
 import lzma
@@ -361,7 +362,8 @@ def start_writer(tmp_path):
     (tmp_path / "long.txt").write_text("a line of text\n" * 5_000_000)
     words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", "--workers=2"]
     command = [sys.executable, ROOT / "data/text/prepare.py", *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c)
 
 
 def children_of(writer):
