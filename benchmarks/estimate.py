@@ -33,7 +33,7 @@ from runtime.memory import GIB, RunShape
 # settings
 card = "4090"  # its name, or GiB
 config = "config/llama32_1b.py"  # the model
-ranks = 1  # GPUs, in hosts of 8
+ranks = 1  # GPUs, in hosts of at most 8
 block_size: int | None = None  # tokens of a sequence; none: the config's
 batch_size: int | None = None  # of the command; none: the largest that fits and divides a step's sequences
 checkpointing: Literal["any", "none", "selective", "full"] = "any"  # of the command; any: what is recommended
@@ -95,12 +95,14 @@ def cpu_gib(model: LlamaConfig, shape: RunShape) -> float:
 
 
 def launcher(ranks: int) -> str:
-    """What starts train.py on so many GPUs. Of several hosts with 8 each, each runs this command."""
+    """What starts train.py on so many GPUs. Of several hosts, with at most 8 each, each runs this command."""
     if ranks == 1:
         return "python"
     if ranks <= 8:
         return f"torchrun --standalone --nproc_per_node={ranks}"
-    return f"torchrun --nnodes={ranks // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    per_host = math.gcd(ranks, 8)
+    hosts = f"--nnodes={ranks // per_host} --nproc_per_node={per_host}"
+    return f"torchrun {hosts} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
 
 
 def recommended(rows: list[dict], block_size: int) -> dict:
@@ -146,8 +148,9 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     total = gib_of(s.card)
     named = {"block_size": s.block_size} if s.block_size else {}
     safe = {  # full and none conflict with no other setting
-        "activation_checkpointing": s.checkpointing.replace("any", "full"), "offload": s.offload.replace("any", "none"),
-    }  # fmt: skip
+        "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
+        "offload": "none" if s.offload == "any" else s.offload,
+    }
     model, shape = resolve(s.config, s.ranks, named | safe, s.flags)
     sequences = shape.batch_size * shape.micro_steps  # of a step, on each rank
     outside = outside_gib(shape)

@@ -77,6 +77,7 @@ def test_the_command_starts_one_process_per_gpu_of_each_host():
     assert estimate.launcher(1) == "python"
     assert estimate.launcher(8) == "torchrun --standalone --nproc_per_node=8"
     assert "--nnodes=2 --nproc_per_node=8" in estimate.launcher(16)
+    assert "--nnodes=3 --nproc_per_node=4" in estimate.launcher(12)
 
 
 FITTING = [("none", "none", 0), ("selective", "none", 1), ("full", "none", 8), ("none", "optimizer", 9),
