@@ -270,7 +270,8 @@ def test_copy_engines_need_no_nccl_gather_buffer():
     "dtype, block_size, runs",
     [("bfloat16", 2048, "triton"), ("float16", 4096, "triton"), ("bfloat16", 8192, "sdpa"), ("float32", 2048, "sdpa")],
 )
-def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs):
+def test_attention_is_counted_as_the_one_that_auto_runs(monkeypatch, dtype, block_size, runs):
+    monkeypatch.setattr(kernels.attention, "activate_flash_attention_4", lambda: False)
     config = replace(LLAMA_1B, block_size=block_size)
     run = RunShape(64, dtype=dtype, activation_checkpointing="full", mlp_chunks=64)
     each = {}
