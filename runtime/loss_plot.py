@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from data.files import atomic_write
 
-# Okabe and Ito's colors. A test simulates how a color-blind reader sees them: all pairs differ clearly.
+# Okabe and Ito's colors: color-blind readers, too, can tell all pairs apart.
 BLUE = "#0072B2"
 RED = "#D55E00"
 SKY = "#56B4E9"

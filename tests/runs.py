@@ -38,6 +38,12 @@ def flags(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
+def write_config(path, **settings):
+    """Write a config file; returns its name."""
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in settings.items()))
+    return str(path)
+
+
 def metrics(out_dir):
     return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
 

@@ -5,24 +5,23 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import generate
 from test_kernels import HAS_GPU
+from tests.runs import write_config
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-TINY = "n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 32, 96, 257"
+TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=257)
 
 
 @pytest.fixture
 def point(tmp_path):
     """What is measured: a tiny model's config, three texts, the rate of a copy."""
-    config = tmp_path / "tiny.py"
-    config.write_text(TINY)
-    return {"config": str(config), "batch": 3, "prompt": 8, "tokens": 6, "copy_tb_s": 1.0}
+    config = write_config(tmp_path / "tiny.py", **TINY)
+    return {"config": config, "batch": 3, "prompt": 8, "tokens": 6, "copy_tb_s": 1.0}
 
 
 @pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied, point):
-    with open(point["config"], "a") as config:
-        config.write(f"\ntie_embeddings = {tied}")
+def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied, point, tmp_path):
+    write_config(tmp_path / "tiny.py", **TINY, tie_embeddings=tied)
     row = generate.measure("nanocria", **point)
     block = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 96 + 2 * 32
     weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads one row per text

@@ -1,19 +1,15 @@
 """Losses of training runs: read from the files that a run leaves, tabulated and drawn."""
 
-import itertools
 import json
 import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import bench
 from benchmarks import records, run
-from runtime import loss_plot
 from runtime.loss_plot import Losses, draw_losses, read_losses
 from runtime.run_log import RunLog
 
@@ -40,7 +36,7 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
         tmp_path / "a", [4.0, 3.0], settings={"dataset": "a", "optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25
     )
     going = leave_run(tmp_path / "c", [4.0, 2.0, 2.5])
-    out = tmp_path / "both.png"
+    out = tmp_path / "both.svg"
     out.touch()  # a previous plot
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), f"--out={out}"])
     _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
@@ -49,7 +45,9 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
         f"| {first} | {first} | 20 | 20,000 | 600.0 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
         f"| {going} | {going} | 30 | 30,000 | 900.0 | 2.5000 | 3.0000 | 3.0000 | - |",
     ]
-    assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
+    assert drawn == f"drawn: {out}" and out.read_bytes().startswith(b"<?xml"), "the suffix names the format"
+    bench.main(["run", str(first), "--labels=mine", "--x=steps", f"--out={tmp_path / 'one.png'}"])
+    assert "| mine |" in capsys.readouterr().out and (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path):
@@ -156,37 +154,12 @@ def test_seeds_are_a_band_around_their_mean_and_labels_do_not_overlap(axes):
     assert not texts["third"].overlaps(texts["single"]) and not texts["third"].overlaps(texts["seeds"])
 
 
-@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_suffix_names_the_format_and_labels_are_taken(tmp_path, suffix, start, capsys):
-    leave_run(tmp_path / "a", [4.0, 3.0])
-    out = tmp_path / f"plot.{suffix}"
-    bench.main(["run", str(tmp_path / "a"), "--labels=mine", "--x=steps", f"--out={out}"])
-    assert out.read_bytes().startswith(start) and "| mine |" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "flag, sentence", [("--out=a.jpg", ".png, .svg, .pdf"), ("--labels=a,b", "2 for 1"), ("--x=flops", "has not ended")]
 )
 def test_what_cannot_be_drawn_gets_a_sentence(tmp_path, flag, sentence):
     with pytest.raises(SystemExit, match=sentence):
         bench.main(["run", str(leave_run(tmp_path / "a", [4.0, 3.0])), flag])
-
-
-def lab(color: str) -> np.ndarray:
-    """CIE L*a*b* of a color as deuteranopes see it, by the matrix of Machado, Oliveira and Fernandes (2009)."""
-    machado = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    xyz_of_rgb = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    srgb = np.array(to_rgb(color))
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    xyz = np.array(xyz_of_rgb) @ np.clip(np.array(machado) @ linear, 0, 1) / [0.9505, 1.0, 1.089]
-    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-@pytest.mark.parametrize("pair", [*itertools.combinations(loss_plot.COLORS, 2)])
-def test_color_blind_readers_can_tell_the_colors_apart(pair):
-    assert np.linalg.norm(lab(pair[0]) - lab(pair[1])) > 15, "Delta E of CIE 1976"
-    assert np.linalg.norm(lab("#1f77b4") - lab("#9467bd")) < 15, "matplotlib's own blue and purple are not"
 
 
 def test_a_whole_run_becomes_a_record_with_its_validation_losses(tmp_path, monkeypatch):

@@ -14,9 +14,10 @@ import bench
 from benchmarks import gpus, ladder, runner, settings, snapshot
 from benchmarks.records import Record
 from runtime.checkpoint import load_model
-from tests.runs import step_losses, wait_until
+from tests.runs import step_losses, wait_until, write_config
 
 HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}}
+SIZES = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=257)
 
 
 # --- Processes ---
@@ -87,19 +88,9 @@ def start(monkeypatch):
     monkeypatch.setattr(runner, "start", lambda name, s, *_, **options: Record(Path(s.out), HEAD | {"command": name}))
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch, plain_pytorch_on_one_core, start):
-    """A tiny model that trains on the CPU."""
-    config = tmp_path / "tiny.py"
-    config.write_text(
-        "n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 32, 64, 257\n"
-        "device, dtype, kernels, attention = 'cpu', 'float32', 'none', 'sdpa'\n"
-    )
-    monkeypatch.setattr(runner, "CONFIG", str(config))
-    return str(config)
-
-
-def test_the_step_is_measured_on_a_cpu(tiny, tmp_path, capsys):
+def test_the_step_is_measured_on_a_cpu(tmp_path, monkeypatch, plain_pytorch_on_one_core, start, capsys):
+    on_cpu = dict(device="cpu", dtype="float32", kernels="none", attention="sdpa")
+    monkeypatch.setattr(runner, "CONFIG", write_config(tmp_path / "tiny.py", **SIZES, ffn_dim=64, **on_cpu))
     out = tmp_path / "step.json"
     bench.main(f"step --trainers=nanocria --shapes=2x16 --checkpointing=none,full --steps=3 --out={out}".split())
     rows = json.loads(out.read_text())["points"]
@@ -172,9 +163,8 @@ def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(card):
 
 
 def test_adapters_stand_on_random_weights(card, tmp_path):
-    mine = tmp_path / "tiny.py"
-    mine.write_text("n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 64, 128, 500\n")
-    base = runner.random_base(str(mine)).name
+    mine = write_config(tmp_path / "tiny.py", **SIZES | dict(n_embd=64, ffn_dim=128, vocab_size=500))
+    base = runner.random_base(mine).name
     weights = load_model(base).state_dict()
     sizes = [(w.std() if w.ndim > 1 else w.mean() / 50).item() for w in weights.values()]
     assert sizes == pytest.approx([0.02] * len(sizes), rel=0.1)

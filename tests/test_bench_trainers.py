@@ -12,6 +12,9 @@ from benchmarks import breakdown, losses, peers, runner, trainers
 from benchmarks.settings import ROOT
 from model import Execution, Llama, LlamaConfig, rope_tables
 from runtime.hf import hf_names
+from tests.runs import write_config
+from tests.test_model import apart, assert_close, plain_names
+from tests.watch import Watch
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,
@@ -37,22 +40,6 @@ def build_hf_cudnn(checkpointing):
     return peers.hf_model(TINY, checkpointing, CPU, cudnn=True, dtype=torch.float32)
 
 
-PLAIN_NAMES = {  # Hugging Face's, and plain_llama.py's
-    "model.": "", "self_attn": "attn", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
-    "embed_tokens": "tok_embeddings",
-}  # fmt: skip
-
-
-def counterparts(name, peer):
-    """The peer's parameters, by Hugging Face's or plain_llama.py's names, that nanocria's parameter stacks."""
-    theirs = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in peer.named_parameters()}
-    for hf_name in hf_names(name):
-        plain_name = hf_name
-        for theirs_name, ours_name in PLAIN_NAMES.items():
-            plain_name = plain_name.replace(theirs_name, ours_name)
-        yield theirs[hf_name if hf_name in theirs else plain_name]
-
-
 @pytest.mark.usefixtures("published_model")
 @pytest.mark.parametrize(
     "build, checkpointing",
@@ -63,11 +50,11 @@ def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
     ours = Llama(TINY, Execution(kernels="none", attention="sdpa"))
     ours.init_weights(seed=1)
     peer, loss_of = build(checkpointing)
-    pairs = [(name, p, list(counterparts(name, peer))) for name, p in ours.named_parameters()]
+    names_of = plain_names if build is build_recipe else hf_names
+    theirs = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in peer.named_parameters()}
     with torch.no_grad():
-        for _, parameter, parts in pairs:
-            for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
-                part.copy_(value)
+        for name, weight in apart(TINY, dict(ours.named_parameters()), names_of).items():
+            theirs[name].copy_(weight)
     assert sum(p.numel() for p in peer.parameters()) == ours.n_params()
     tokens, targets = torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))
     expected = ours(tokens, targets)
@@ -75,10 +62,8 @@ def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
     assert abs(expected - found) < 1e-6, f"{found} instead of {expected}"
     expected.backward()
     found.backward()
-    for name, parameter, parts in pairs:
-        grad = torch.cat([part.grad for part in parts])
-        error = ((grad - parameter.grad).norm() / parameter.grad.norm()).item()
-        assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
+    gradients = apart(TINY, {name: p.grad for name, p in ours.named_parameters()}, names_of)
+    assert_close({name: theirs[name].grad for name in gradients}, gradients, 1e-5)
 
 
 def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
@@ -112,20 +97,12 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
 
 
 def test_selective_checkpointing_recomputes_every_second_matmul():
-    ran = []
-
-    class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            ran.append(op == torch.ops.aten.mm.default)
-            return op(*args, **(kwargs or {}))
-
     def backward_matmuls(checkpointing):
         block = peers.checkpointed(peers.recipe_model(TINY).layers[0], checkpointing)
         y = block(torch.randn(2, 24, 32, requires_grad=True), *rope_tables(TINY, 0, 24, CPU))
-        ran.clear()
-        with Matmuls():
+        with Watch() as seen:
             y.sum().backward()
-        return sum(ran)
+        return seen.ops["mm"]
 
     none, selective, full = (backward_matmuls(c) for c in ("none", "selective", "full"))
     assert none == 14, "two gradients for each of q, k, v, o, gate, up, down"
@@ -178,10 +155,7 @@ if trainers.RANK == 0:
 trainers.dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
 """
-SMALL = """
-n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size, rope_theta = 2, 4, 2, 32, 96, 257, 10000.0
-tie_embeddings = {}
-"""
+SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=257, rope_theta=10000.0)
 
 
 @pytest.mark.parametrize("trainer, checkpointing, tied, warmup, steps", [
@@ -190,8 +164,8 @@ tie_embeddings = {}
 ])  # fmt: skip
 def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, trainer, checkpointing, tied, warmup, steps):
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
-    (tmp_path / "small.py").write_text(SMALL.format(tied))
-    spec = {"trainer": trainer, "config": str(tmp_path / "small.py"), "block": 64, "checkpointing": checkpointing,
+    config = write_config(tmp_path / "small.py", **SMALL, tie_embeddings=tied)
+    spec = {"trainer": trainer, "config": config, "block": 64, "checkpointing": checkpointing,
             "warmup": warmup, "steps": steps}  # fmt: skip
 
     def run(ranks):
@@ -272,11 +246,8 @@ def spans(parts):
     return [(float(i), i + 1.0, part) for i, part in enumerate(parts)]
 
 
-def test_a_step_begins_with_its_first_loss_kernel():
+def test_a_step_begins_with_its_first_loss_kernel_and_three_matmuls_a_chunk_are_the_losses():
     assert breakdown.step_starts(spans(STEP * 2)) == [2, 2 + len(STEP)]
-
-
-def test_three_matmuls_a_chunk_are_the_losses():
     named = [part for _, _, part in breakdown.name_head_matmuls(spans(STEP * 2))]
     chunk = ["loss matmuls", "loss kernel", "loss matmuls", "loss matmuls"]
     assert named == ["matmuls", *chunk, *chunk, "matmuls", "optimizer"] * 2

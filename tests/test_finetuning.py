@@ -15,7 +15,7 @@ from runtime.checkpoint import newest, read_run
 from runtime.save import Saver, best_of
 from tests.datasets import toy_dataset
 from tests.published import publish_chat_model
-from tests.runs import ROOT, SHORT, SMALL, damage, edit_run, error_of, losses, prose
+from tests.runs import ROOT, SHORT, SMALL, damage, edit_run, error_of, losses, prose, write_config
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -52,13 +52,7 @@ def test_the_next_command_of_chat_prepare_can_be_pasted_into_a_shell(chats, tmp_
 @pytest.fixture
 def config(tmp_path):
     """config(**settings) writes a config file of a small model, by default of eight steps."""
-
-    def write(**settings):
-        path = tmp_path / "small.py"
-        path.write_text("\n".join(f"{name} = {value!r}" for name, value in (SMALL | SHORT | settings).items()))
-        return str(path)
-
-    return write
+    return lambda **settings: write_config(tmp_path / "small.py", **SMALL | SHORT | settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
