@@ -75,17 +75,6 @@ def assert_close(found, expected):
         assert error < 1e-13, f"tensor {i}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("triton", [True, False], ids=["kernels", "without Triton"])
-def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
-    if not triton and DEVICE == "cpu":
-        monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    layer = adapted(*QKV)
-    x = randn(2, 5, 12, dtype=FP64).requires_grad_()
-    expected = with_gradients([written_out(x, layer)], [x], [layer])
-    for function in (layer, layer.reference):
-        assert_close(with_gradients([function(x)], [x], [layer]), expected)
-
-
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name, truth, shapes, options", [
     ("add_norm_linear", add_norm_linear_truth, [QKV], {}),
