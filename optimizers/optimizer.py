@@ -41,7 +41,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, rule: Rule, grad_clip: float = 0.0, scales_loss: bool = False):
         """Create it after initialising the weights: masters start as copies of them, states as zeros.
 
-        grad_clip: gradients are scaled down to this norm; 0: never. scales_loss: for float16.
+        grad_clip: the largest norm of the gradients; 0 disables clipping. scales_loss: for float16.
         """
         self.rule = rule
         self.grad_clip = grad_clip
