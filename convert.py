@@ -26,7 +26,7 @@ from lora import merge_lora
 from model import Llama, LlamaConfig
 from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
 from runtime.hf import POSITIONS, STRETCHED, Rows, hf_files, hf_rows, read_config
-from runtime.save import commit, tell_of_better, write_folder
+from runtime.save import commit, write_folder
 
 
 def convert(source: Path, folder: Path, dtype: str) -> None:
@@ -176,7 +176,6 @@ def main() -> None:
         sys.exit(f"{args.folder} already exists: name a new folder")
     try:
         source = newest_model(args.source)
-        tell_of_better(args.source, source)
         convert(source, args.folder, args.dtype)
         print(f"{args.folder}: {source} in {args.dtype}")
     except (OSError, ValueError) as error:

@@ -27,7 +27,6 @@ from runtime.checkpoint import Folder, load_model, newest_model, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file
 from runtime.generate import begin_document, generate_text
-from runtime.save import tell_of_better
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -126,13 +125,12 @@ def converse(messages: list[dict]) -> None:
 
 try:
     newest = newest_model(Path(out_dir))
-    tell_of_better(Path(out_dir), newest)
     folder = open_folder(newest)
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # fail early without a usable template
-    model = load_model(out_dir, device, getattr(torch, dtype))
+    model = load_model(newest, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
     if chat:
         converse(messages)

@@ -18,9 +18,11 @@ The safetensors package maps a file into memory and hands out the rows that are 
 file. Nothing is unpickled: reading a folder executes no code from it. save.py writes checkpoints.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -107,11 +109,30 @@ def newest(out_dir: str | Path) -> Path | None:
     return next(reversed(checkpoints(out_dir)), None)
 
 
+def best_of(paths: list[Path]) -> Path | None:
+    """The checkpoint of the lowest validation loss, by its run.json. None if there is no loss."""
+    losses = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # damaged
+            run = read_run(path) or {}
+            if run.get("val_loss") is not None:  # None: a signal interrupted the evaluation
+                losses[path] = run["val_loss"]
+    return min(losses, key=losses.get, default=None)
+
+
 def newest_model(run: Path) -> Path:
-    """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one."""
-    path = run if is_model(run) else newest(run)
+    """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one.
+
+    Says on stderr if an older checkpoint has a lower validation loss.
+    """
+    if is_model(run):
+        return run
+    path = newest(run)
     if path is None:
         raise ValueError(f"{run} holds no checkpoint: train a model first, or name another folder. {how_to_fetch(run)}")
+    best = best_of(checkpoints(run))
+    if best not in (None, path) and best_of([path]):  # without its own loss, after a signal, it may be the better
+        print(f"{path} is the newest; {best} has a lower validation loss", file=sys.stderr)
     return path
 
 

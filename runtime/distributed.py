@@ -7,9 +7,9 @@ collectives below return at once.
 import contextlib
 import hashlib
 import os
-import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -52,26 +52,14 @@ def print0(*args, **kwargs) -> None:
 
 
 def progress(items: Sequence, what: str) -> Iterator:
-    """Yield the items. Rank 0 says on stderr how many are done: on a terminal in one line, which changes every second,
-    elsewhere in a line every ten seconds.
-    """
-    updates = sys.stderr.isatty()
+    """Yield the items. Every ten seconds rank 0 says on stderr how many are done."""
     last_shown = time.monotonic()
-    shown = False
-    try:
-        for i, item in enumerate(items):
-            now = time.monotonic()
-            if rank == 0 and now - last_shown > (1 if updates else 10):
-                text = f"{what}: {i:,} of {len(items):,}"
-                if updates:  # a longer text would wrap, and begin a new line each second
-                    text = f"\r{text[1 - shutil.get_terminal_size().columns :]}\x1b[K"
-                say(text, end="" if updates else "\n", file=sys.stderr)
-                last_shown = now
-                shown = True
-            yield item
-    finally:
-        if shown and updates:
-            say("\r\x1b[K", end="", file=sys.stderr)  # clears the line
+    for i, item in enumerate(items):
+        now = time.monotonic()
+        if rank == 0 and now - last_shown > 10:
+            say(f"{what}: {i:,} of {len(items):,}", file=sys.stderr)
+            last_shown = now
+        yield item
 
 
 def leave(code: int) -> NoReturn:
@@ -106,9 +94,9 @@ def stop_on_error():
 
 
 def end_together(code: int) -> None:
-    """Exit together with all other ranks."""
+    """Exit together with all other ranks, with the highest of their codes."""
+    (code,) = map(int, all_reduce_max([code]))  # a signal may have come to one rank since they last asked each other
     if world_size > 1:
-        dist.barrier()
         dist.destroy_process_group()
     if code > 128 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun would take this end after a signal for a failure, and restart
@@ -128,9 +116,33 @@ def init_distributed(device: str, timeout: float) -> None:
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # else NCCL guesses it, with a warning
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo for offloaded gradients and objects
         os.environ.setdefault("NCCL_CTA_POLICY", "2")  # gather by copy engine where the buffers allow it
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-        store = store_of_attempt(store, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **bound)
+        with connecting(timeout):
+            store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+            store = store_of_attempt(store, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **bound)
+
+
+@contextlib.contextmanager
+def connecting(timeout: float):
+    """End this rank, with a sentence, if what connects the ranks fails inside or takes longer than timeout.
+
+    They connect through a store on the first machine. If that froze or lost power, a request would wait for ever,
+    whatever its own timeout: so a thread watches.
+    """
+
+    def give_up(error):
+        say(f"rank {rank} cannot connect to the others: see their output. Error: {error}", file=sys.stderr)
+        leave(1)
+
+    watch = threading.Timer(timeout + 10, give_up, ["the first machine does not answer"])
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    except RuntimeError as error:  # the store's, gloo's or NCCL's
+        give_up(_reason(error))
+    finally:
+        watch.cancel()
 
 
 def store_of_attempt(store: dist.Store, timeout: float) -> dist.Store:
@@ -211,9 +223,18 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
         return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shard",))
     ranks = torch.arange(world_size).view(-1, local_world_size)  # a row per machine
     limit = timedelta(seconds=timeout)
-    shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
-    replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
+    with connecting(timeout):
+        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
+        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def group_for_thread(timeout: float) -> dist.ProcessGroup | None:
+    """Another group of all ranks: a thread's collectives must not mix with the main thread's."""
+    if world_size == 1:
+        return None
+    with connecting(timeout):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
 
 def local(x: torch.Tensor) -> torch.Tensor:

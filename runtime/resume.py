@@ -119,7 +119,7 @@ def newest_undamaged(out_dir: str) -> Folder:
             verify(folder)
             return folder._replace(seconds=time.perf_counter() - start_time)
         except Damaged as error:
-            if len(from_rank_0(lambda: checkpoints(out_dir))) == 1:
+            if from_rank_0(lambda: len(checkpoints(out_dir))) == 1:
                 # It keeps its name, so that no new run starts in its folder.
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
@@ -150,7 +150,7 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
     resumes = _is_checkpoint_of(start, out_dir)
     if resumes:
         _require_same_start(start, settings["init_from"])
-    _require_same_tokenizer(start, resumes, settings, dataset)
+    _require_same_tokenizer(start, resumes, dataset)
     _require_same_settings(start, resumes, config, settings)
     check_sizes(_base_of(start, settings) or start, read_config(start)[0])
 
@@ -183,17 +183,15 @@ def _absolute(folder: str) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
 
-def _require_same_tokenizer(folder, resumes, settings, dataset):
+def _require_same_tokenizer(folder, resumes, dataset):
     model, tokenizer = read_config(folder)
-    if tokenizer not in (None, dataset["tokenizer"]):
-        problem = f"was trained on {tokenizer} tokens, {settings['dataset']} holds {dataset['tokenizer']} tokens"
-        setting = "out_dir" if resumes else "init_from"
-        advice = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
-        stop(f"{folder.path} {problem}: {advice}")
     data = f"{dataset['tokenizer']}, {dataset['vocab_size']:,} tokens"
+    advice = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}"
+    if tokenizer not in (None, dataset["tokenizer"]):
+        advice += f", or change {'out_dir' if resumes else 'init_from'}"
+        stop(f"{folder.path} was trained on {tokenizer} tokens, but the data's tokenizer is {data}: {advice}")
     if dataset["vocab_size"] > model["vocab_size"]:
-        problem = f"{folder.path} has rows for {model['vocab_size']:,}, but the data's tokenizer is {data}"
-        stop(f"{problem}: prepare the data with the weights' own tokenizer")
+        stop(f"{folder.path} has rows for {model['vocab_size']:,}, but the data's tokenizer is {data}: {advice}")
     if tokenizer is None:  # only the user can know
         print0(f"{folder.path} does not say its tokenizer, which must be the data's: {data}")
 

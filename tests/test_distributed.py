@@ -11,6 +11,7 @@ from tests.runs import (
     ROOT,
     SMALL,
     assert_close,
+    free_port,
     losses,
     machines_of,
     metrics,
@@ -18,6 +19,7 @@ from tests.runs import (
     run_alone,
     run_ranks,
     run_torchrun,
+    start,
     step_losses,
     wrapped,
 )
@@ -237,6 +239,24 @@ def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_pa
         assert said == "rank 1: no such luck\n"
     else:
         assert f"rank 0, step 0, {phase}, lost another rank or its connection" in said, said
+
+
+@pytest.mark.parametrize("place, how", [
+    ("runtime.distributed.store_of_attempt", "SIGKILL"), ("torch.distributed.new_group", "SIGSTOP"),
+])  # fmt: skip
+def test_a_rank_says_that_it_cannot_connect_if_the_first_one_is_killed_or_frozen(text_data, tmp_path, place, how):
+    """No launcher ends it, as if it were on another machine. The first rank has the store."""
+    module, _, name = place.rpartition(".")
+    before = f"import {module} as m\nconnect = m.{name}\ndef vanish(*args, **options):\n"
+    before += f"    if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.{how})\n"
+    script = wrapped(tmp_path, f"{before}    return connect(*args, **options)\nm.{name} = vanish")
+    settings = SMALL | dict(dataset=text_data, out_dir=tmp_path / "out", gradient_accumulation_steps=2, timeout=3)
+    both = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    first, second = (start(settings, script, environment=both | dict(RANK=rank, LOCAL_RANK="0")) for rank in "01")
+    said = second.communicate(timeout=3 + 30)[1]
+    first.kill()
+    assert "rank 1 cannot connect to the others" in said and "Traceback" not in said, said
+    assert second.returncode == 1
 
 
 def test_nan_on_one_rank_stops_all_ranks_before_the_update(train, tmp_path):

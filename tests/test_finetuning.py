@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data.chat import prepare as chat
-from runtime.checkpoint import newest, read_run
-from runtime.save import Saver, best_of
+from runtime.checkpoint import best_of, newest, read_run
+from runtime.save import Saver
 from tests.datasets import toy_dataset
 from tests.published import publish_chat_model
 from tests.runs import ROOT, SHORT, SMALL, damage, edit_run, error_of, losses, prose, write_config

@@ -28,6 +28,7 @@ from tests.runs import (
     assert_close,
     at_read,
     error_of,
+    free_port,
     losses,
     metrics,
     run,
@@ -194,6 +195,18 @@ def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch, en
         assert not ended, "torchrun sends it a second time"
     signal.raise_signal(signal.SIGINT)
     assert ended == [130]
+
+
+def test_a_signal_to_one_rank_at_the_end_is_the_exit_code_of_all(tmp_path):
+    """It came after the ranks asked each other for the last time."""
+    script = tmp_path / "end.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
+        "distributed.init_distributed('cpu', 60.0)\ndistributed.end_together(143 * (os.environ['RANK'] == '1'))"
+    )
+    both = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [start({}, script, environment=both | dict(RANK=rank, LOCAL_RANK=rank)) for rank in "01"]
+    assert [rank.wait(60) for rank in ranks] == [143, 143]
 
 
 def test_ignored_sigint_stays_ignored():
