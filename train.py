@@ -14,7 +14,7 @@ import sys
 from typing import Literal
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from configurator import configure
 from data.loader import open_dataset, read_ahead
@@ -24,6 +24,7 @@ from model import Llama, LlamaConfig, document_starts
 from optimizers import new_optimizer, rule_of
 from runtime import distributed
 from runtime.check_settings import check_schedule, check_settings
+from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
 from runtime.generate import Sampler
@@ -107,7 +108,7 @@ seed = 1337  # for the initial weights and the order of the data
 # several GPUs
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: one copy per machine
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
-copy_engines: bool | None = None  # gather weights without kernels (PyTorch 2.13 or newer); none: if the GPUs can
+copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: if the GPUs support it
 timeout = 600.0  # seconds that a rank waits for the others before it ends the run
 
 settings, named = configure(globals(), sys.argv[1:])
@@ -137,7 +138,7 @@ micro_steps = gradient_accumulation_steps // world_size  # on this rank
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
-copy_engines = distributed.pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
+copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: sequence i of the run is a function of (seed, i) alone. So a step's batch is the same for any number of ranks
@@ -175,8 +176,8 @@ with stop_on_error():
         offload_activations=offload_activations, compile=compile, cuda_graph=cuda_graph, mask_documents=mask_documents,
         offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding,
         shard_ranks=local_world_size if sharding == "hybrid" else world_size,
-        sync_every_micro_batch=sync_every_micro_batch, rule=rule_of(settings), lora_rank=lora_rank,
-        quantize_base=quantize_base,
+        sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines, rule=rule_of(settings),
+        lora_rank=lora_rank, quantize_base=quantize_base,
     )  # fmt: skip
     require_memory(config, run_shape, device)
     with torch.device("meta"):
@@ -189,8 +190,10 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    # Gradients are summed over the ranks in float32. cast_forward_inputs=True would round the RoPE tables to bfloat16.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 inputs.
+    reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
+    # cast_forward_inputs=True would round the RoPE tables to bfloat16
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for layer in model.layers:  # gather a block just before it computes; zero2 keeps it until its backward
@@ -200,9 +203,8 @@ if world_size > 1:
         model.tok_embeddings.set_unshard_in_backward(False)  # backward does not read it
         shard([model.norm, model.lm_head], reshard_after_forward=False)  # reduced during the blocks' backward
     shard(model, reshard_after_forward=False)  # the rest. A tied head is the embedding: needed first and last
-    if copy_engines:
-        for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
-            module.set_symm_mem_for_comm()
+    if run_shape.copy_engines_gather:
+        use_copy_engines(model, mesh["shard"].get_group(), reduce=run_shape.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 

@@ -73,6 +73,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     shard_ranks = math.gcd(world_size, 8) if several_hosts else world_size
     settings |= {
         "dtype": "bfloat16" if settings["dtype"] == "auto" else settings["dtype"],
+        "copy_engines": settings["copy_engines"] is not False and shard_ranks <= 8,  # within a host
         "world_size": world_size,
         "shard_ranks": shard_ranks,
         "rule": rule_of(settings),

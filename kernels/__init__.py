@@ -9,6 +9,7 @@ from .adamw8bit import adamw8bit
 from .add_low_rank import add_low_rank
 from .add_norm_linear import add_norm_linear
 from .add_norm_mlp import add_norm_mlp
+from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
 from .flash_attention import flash_attention

@@ -7,6 +7,7 @@ from .adamw8bit import adamw8bit_reference as adamw8bit
 from .add_low_rank import add_low_rank_reference as add_low_rank
 from .add_norm_linear import add_norm_linear_reference as add_norm_linear
 from .add_norm_mlp import add_norm_mlp_reference as add_norm_mlp
+from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .decode_attention import decode_attention_reference as decode_attention
 from .flash_attention import flash_attention_reference as flash_attention

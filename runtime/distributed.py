@@ -21,9 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 rank = int(os.environ.get("RANK", 0))
@@ -115,7 +113,6 @@ def init_distributed(device: str, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # else NCCL guesses it, with a warning
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo for offloaded gradients and objects
-        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # gather by copy engine where the buffers allow it
         with connecting(timeout):
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
             store = store_of_attempt(store, timeout)
@@ -169,48 +166,6 @@ def store_of_attempt(store: dist.Store, timeout: float) -> dist.Store:
                 stop(f"rank 0 has waited {timeout:g} s for rank {other}, which has not started")
             time.sleep(0.01)
     return dist.PrefixStore(name, store)
-
-
-def pick_copy_engines(wanted: bool | None, device: str, group: dist.ProcessGroup | None, offload: str) -> bool:
-    """Whether FSDP gathers weights by the GPUs' copy engines instead of NCCL's kernels. All ranks call it.
-
-    A kernel of NCCL's occupies multiprocessors. cuBLAS gives each multiprocessor an equal share of a matmul, so a late
-    start on one delays the whole. A copy engine moves memory without a kernel. It needs PyTorch 2.13, and GPUs of one
-    host that reach each other's memory. wanted None: if a gather works here; True: end a multi-rank run if not.
-    """
-    shard_ranks = group.size() if group else 1
-    possible = (
-        hasattr(FSDPModule, "set_symm_mem_for_comm") and device != "cpu" and shard_ranks > 1 and offload != "all"
-        and local_world_size % shard_ranks == 0
-        and all(torch.cuda.can_device_access_peer(local_rank, i) for i in range(local_world_size) if i != local_rank)
-    )  # fmt: skip
-    if all_reduce_max([not possible])[0]:
-        if wanted and world_size > 1:
-            stop("copy_engines needs PyTorch 2.13 or newer, a model's GPUs on one host that reach each other's memory, "
-                 "and no offload=all")  # fmt: skip
-        return False
-    if wanted is False:
-        return False
-    try:
-        on_all_ranks(lambda: gather_ranks(device, group))
-    except (OSError, ValueError) as error:
-        if wanted:
-            stop(f"copy_engines do not work here: {error}")
-        print0(f"NCCL's kernels communicate, because copy engines do not work here: {error}", file=sys.stderr)
-        return False
-    return True
-
-
-def gather_ranks(device: str, group: dist.ProcessGroup) -> None:
-    """Gather the ranks' numbers in symmetric memory, as FSDP gathers weights. RuntimeError if they arrive wrong."""
-    symmetric_memory.set_backend("NCCL")
-    with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(torch.device(device))):
-        whole = torch.empty(group.size(), device=device)
-    symmetric_memory.rendezvous(whole, group=group.group_name)
-    mine = whole[group.rank() : group.rank() + 1].fill_(group.rank())
-    dist.all_gather_into_tensor(whole, mine, group=group)
-    if whole.tolist() != list(range(group.size())):
-        raise RuntimeError(f"what arrives is not what was sent: {whole.tolist()}")
 
 
 def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:

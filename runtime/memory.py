@@ -9,7 +9,8 @@ in an untied head; L layers, N tokens, P ranks that share one copy of the model:
 
     compute weights         2n / P              AdamW: lower halves of the weights, two moments    10n / P (8-bit: 4n)
     saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC + 4NC     gradients    2n / P
-    FSDP                    the gathered root 2R, two blocks 4B, a block's gradients being reduced in float32 4B
+    FSDP by NCCL            the gathered root 2R, two blocks 4B, a block's gradients being reduced in float32 4B
+    FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
     an untied head          instead of 2R: 4H in the loss, then its gradients being reduced in float32 4H
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
     LoRA                    gradients, masters and moments of the adapters alone
@@ -70,6 +71,7 @@ class RunShape:
     sharding: str = "zero3"
     shard_ranks: int = 1  # ranks that share one copy of the model
     sync_every_micro_batch: bool = True
+    copy_engines: bool = False
     # what the optimizer keeps
     rule: Rule = AdamW()
     lora_rank: int = 0
@@ -92,6 +94,17 @@ class RunShape:
     @property
     def fsdp(self) -> bool:
         return self.world_size > 1
+
+    @property
+    def copy_engines_gather(self) -> bool:
+        packed = self.lora_rank and (self.fp8 or self.quantize_base == "nf4")  # the engines' buffers have one dtype
+        return self.copy_engines and self.shard_ranks > 1 and self.offload != "all" and not packed
+
+    @property
+    def copy_engines_reduce(self) -> bool:
+        """True if the copy engines also reduce the gradients: FSDP must hand them over unconverted."""
+        unconverted = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
+        return self.copy_engines_gather and unconverted
 
 
 class Part(NamedTuple):
@@ -265,6 +278,10 @@ class Step:
             parts += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
             parts += self.masters_and_states()
+        if run.copy_engines_gather:  # copy_engines.py; embedding and head share buffers
+            ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # frozen weights are not reduced
+            blocks = 5 if run.copy_engines_reduce else 3
+            parts += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
         if self.unsynced:  # whole on every rank
             parts += counted("gradient accumulators", "wide", (1, self.all))
         elif run.micro_steps > 1 and run.offload == "none":
@@ -314,7 +331,8 @@ class Step:
 
     def being_reduced(self, group: Group) -> list[Part]:
         """FSDP's float32 buffer of a group's gradients: it stays until the next group's are in theirs."""
-        return counted("gradients being reduced", "wide", (self.reduces, group))
+        in_float32 = self.reduces and not self.run.copy_engines_reduce
+        return counted("gradients being reduced", "wide", (in_float32, group))
 
     def reduction(self, group: Group) -> list[Part]:
         """That buffer, plus the larger of the gradients copied into it and this rank's sums from it, in both dtypes."""
@@ -360,8 +378,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     tied = config.tie_embeddings
     stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
     tied_head = int(run.fsdp and tied)  # stays until backward ends: it is the embedding, too
-    # FSDP copies from a buffer that is gathered into: it is as large as the larger of the last two gathers
-    buffer = int(run.shard_ranks > 1)
+    # NCCL gathers into a buffer that FSDP copies from: it is as large as the larger of the last two gathers
+    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
     blocks_in_loss = stay + (buffer if step.head.n <= step.block.n else 0)
     heads_in_loss = 1 + (buffer if step.head.n > step.block.n else 0)
     forward, backward = loss_parts(config, run, step.n_tokens)

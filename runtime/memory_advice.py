@@ -137,6 +137,8 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
         values_of_settings.append([{"optimizer_bits": 8}])
     if run.activation_checkpointing != "none" and Step(config, run).chunks == 1:
         values_of_settings.append([{"mlp_chunks": 16}])
+    if run.copy_engines_gather:
+        values_of_settings.append([{"copy_engines": False}])
     if run.world_size > 1 and run.sharding != "zero3":
         values_of_settings.append([{"sharding": "zero3"}])
     if run.batch_size % 2 == 0:
@@ -153,6 +155,7 @@ def changed(run: RunShape, settings: dict) -> RunShape:
         settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size
     if "sharding" in settings:
         settings["shard_ranks"] = run.world_size
+        settings["copy_engines"] = run.copy_engines and run.world_size <= 8  # within a host
     return replace(run, **settings)
 
 

@@ -11,6 +11,8 @@ import torch
 
 from runtime.distributed import all_reduce_max, local_world_size
 
+uncounted_bytes = 0  # GPU memory outside PyTorch's allocator: symmetric memory, added by copy_engines.py
+
 
 def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes of CPU memory that are free or can be freed; inf if the system does not say.
@@ -52,7 +54,7 @@ def used_gib(device: str) -> float:
     """The peak so far: of GPU memory in use, or on a CPU of this process's memory."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-    return torch.cuda.max_memory_allocated() / 2**30
+    return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
 def let_segments_grow() -> None:

@@ -32,10 +32,10 @@ def test_the_readmes_settings_fit_each_card(row):
 @pytest.mark.parametrize(
     "ranks, sharding, shared", [(4, "hybrid", 4), (16, "hybrid", 8), (12, "hybrid", 4), (16, "zero3", 16)]
 )
-def test_hybrid_sharding_is_within_a_host(ranks, sharding, shared):
+def test_hybrid_sharding_and_copy_engines_are_within_a_host(ranks, sharding, shared):
     settings = {"sharding": sharding, "gradient_accumulation_steps": ranks}
     _, shape = estimate.resolve("config/llama31_8b.py", ranks, settings)
-    assert shape.shard_ranks == shared
+    assert (shape.shard_ranks, shape.copy_engines) == (shared, shared <= 8)
 
 
 @pytest.mark.parametrize(

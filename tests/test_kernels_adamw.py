@@ -231,7 +231,7 @@ def test_adamw8bit_keeps_a_nan_in_its_block(adamw):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# sgdw
+# sgdw and add_ranks
 
 
 @pytest.mark.parametrize("sgdw", [kernels.sgdw, reference.sgdw], ids=["kernel", "reference"])
@@ -249,3 +249,15 @@ def test_sgdw_updates_the_master_and_skips_non_finite_steps(sgdw, dtype):
         found = merge_halves(parameter, master) if dtype == BF16 else master
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(parameter.float(), found, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 5000])
+@pytest.mark.parametrize("add_ranks", [kernels.add_ranks, reference.add_ranks], ids=["kernel", "reference"])
+def test_gradients_of_the_ranks_are_added_in_float32(add_ranks, n):
+    own = randn(n, dtype=BF16)
+    received = randn(3, n, dtype=BF16)
+    out = torch.empty_like(own)
+    add_ranks(own, received, 0.25, out)
+    mean = torch.cat([own[None], received]).double().mean(0)
+    half_a_bit = 2**-8 if HAS_GPU or add_ranks is reference.add_ranks else 2**-7  # the interpreter truncates
+    assert ((out.double() - mean).abs() <= half_a_bit * mean.abs() + 1e-6).all()

@@ -61,6 +61,7 @@ REFUSED = {
     "adamw8bit_on_cpu": [(W.bfloat16(), W, W.short(), *STATES, *ON_CPU)],
     "sgdw": [(TABLE, TABLE[:1], TABLE, zeros(2), 1.0, 0.0), (TABLE, X[:, ::2], TABLE, zeros(2), 1.0, 0.0),
              (TABLE.half(), TABLE, TABLE.half(), zeros(2), 1.0, 0.0), (TABLE, TABLE, TABLE, zeros(1), 1.0, 0.0)],
+    "add_ranks": [(zeros(8), zeros(3, 4), 1.0, zeros(8)), (zeros(8), zeros(8, 3).T, 1.0, zeros(8))],
     "quantize_nf4": [(zeros(2, 33),), (zeros(3, 20),), (zeros(64, 4).T,)],
 }
 # fmt: on
