@@ -51,7 +51,7 @@ from runtime.distributed import (
     on_all_ranks,
     progress,
 )
-from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, read_config
+from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, model_type, read_config
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
@@ -325,8 +325,10 @@ def check_sizes(folder: Folder, settings: dict) -> None:
     n_embd = settings["n_embd"]
     last_layer = f"model.layers.{settings['n_layer'] - 1}"
     find_tensor(folder, EMBEDDING, (settings["vocab_size"], n_embd))
-    find_tensor(folder, f"{last_layer}.input_layernorm.weight", (n_embd,))
-    find_tensor(folder, f"{last_layer}.mlp.gate_proj.weight", (settings["ffn_dim"], n_embd))
+    in_last_layer = {"input_layernorm.weight": (n_embd,), "mlp.gate_proj.weight": (settings["ffn_dim"], n_embd)}
+    for name, shape in in_last_layer.items():
+        if model_type() == "llama" or f"{last_layer}.{name}" in folder.tensors:  # a changed model may have others
+            find_tensor(folder, f"{last_layer}.{name}", shape)
 
 
 @torch.no_grad()

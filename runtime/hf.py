@@ -84,7 +84,7 @@ def hf_names(name: str) -> list[str]:
         return [f"base_model.model.{weight.removesuffix('weight')}{ADAPTERS[adapter]}" for weight in weights]
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
     if rest not in WEIGHTS.keys() | OWN:
-        raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to OWN in runtime/hf.py")
+        raise ValueError(f"{name} has no name in Hugging Face's Llama: add '{rest}' to OWN in runtime/hf.py")
     return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in WEIGHTS.get(rest, [rest])]
 
 

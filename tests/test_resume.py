@@ -200,11 +200,29 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
         self.gain_norm = model_module.RMSNorm(config, Execution())
 
     monkeypatch.setattr(model_module.MLP, "__init__", with_gain)
-    said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add it to OWN in runtime/hf.py"
+    said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add 'mlp.gain_norm.weight' to OWN"
     assert said in error_of(train, capsys)
     assert (tmp_path / "out/step_000008").exists(), "it is not damaged"
     assert said in error_of(train, capsys, out_dir=tmp_path / "new")
     assert not (tmp_path / "new/metrics.jsonl").exists()
+
+
+def test_a_changed_model_without_the_published_mlp_is_resumed(train, tmp_path, monkeypatch):
+    class WithExpert(model_module.Block):
+        mlp = property(lambda self: self.expert)
+
+        def __init__(self, config, how):
+            super().__init__(config, how)
+            self.expert = self._modules.pop("mlp")
+
+    monkeypatch.setattr(model_module, "Block", WithExpert)
+    for module in ("hf", "resume"):
+        monkeypatch.setattr(f"runtime.{module}.OWN", {"expert.gate_up_proj.weight", "expert.down_proj.weight"})
+    saves = {"keep_last": 9, "eval_interval": 4}
+    whole = train(**saves) and losses(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/step_000008")
+    train(**saves)
+    assert losses(tmp_path / "out") == whole
 
 
 def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, tmp_path, monkeypatch, capsys):
