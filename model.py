@@ -401,7 +401,8 @@ class Llama(nn.Module):
 
         6 for each weight of a matmul, 4 for a frozen one (the embedding is a lookup, the head a matmul), and for
         attention 2 matmuls of 2·C·T, forward once and backward twice, half of it masked away: 6·C·T per layer (PaLM,
-        appendix B, causal). With mask_documents attention computes less; that is not subtracted.
+        appendix B, causal). With mask_documents attention computes less; that is not subtracted. All projections count:
+        in a mixture of experts count only those that a token uses.
         """
         c = self.config
         blocks = sum(module.flops() for module in self.layers.modules() if isinstance(module, kernels.Linear))
