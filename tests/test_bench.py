@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matplotlib.text import Text
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from benchmarks import kernels as kernels_bench
@@ -100,6 +101,17 @@ def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
     work = OPERATIONS[name].work(TINY[name])
     assert work["forward"] == {"bytes": inputs + outputs}
     assert work["backward"] == {"bytes": saved + outputs + gradients}
+
+
+@pytest.mark.parametrize("name, measured, share", [
+    ("linear_cross_entropy", "both", 1), ("fp8_linear", "both", 1),
+    ("flash_attention", "forward", 20 / 38),  # of 19 x 19 pairs of positions those that are not masked
+])  # fmt: skip
+def test_flops_are_those_of_the_matmuls_that_run(name, measured, share):
+    problem = kernels_bench.Problem(OPERATIONS[name], OPERATIONS[name].functions["eager"], TINY[name], FP32)
+    with FlopCounterMode(display=False) as counter:
+        problem.call(measured)()
+    assert OPERATIONS[name].work(TINY[name])[measured]["flops"] == round(share * counter.get_total_flops())
 
 
 def test_the_kernels_are_measured_and_a_failing_function_is_recorded(monkeypatch, tmp_path):

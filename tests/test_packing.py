@@ -84,6 +84,8 @@ def test_an_epoch_holds_every_conversation_whole_and_once(chats):
     for epoch in range(2):
         assert found_in(train.sequences(epoch * train.n_blocks, train.n_blocks)) == conversations_of(chats, "train")
     assert found_in(val.read(range(val.n_blocks))) == conversations_of(chats, "val")
+    other, _ = open_dataset(chats, 48, seed=4, mask_documents=True)
+    assert (train.starts != other.starts).any(), "of equal lengths the seed chooses which share a block"
     full = sum(len(ids) for ids, _ in conversations_of(chats, "train")) / (49 * train.n_blocks)
     masks = [bits & IS_TARGET for _, mask in conversations_of(chats, "train") for bits in mask]
     assert train.packing.startswith(f"263 conversations, {np.mean(masks):.1%} of their tokens targets")

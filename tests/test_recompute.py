@@ -111,6 +111,22 @@ def test_second_head_may_read_the_input_of_the_first(monkeypatch, mode, before):
     assert_close(two_heads(executed(monkeypatch, groups=2, checkpointing=mode)), truth, 1e-12)
 
 
+def test_full_checkpointing_chooses_chunks_by_the_number_of_tokens():
+    full = Execution(checkpointing="full")
+    assert [full.chunks_of_mlp(2**16, n_embd) for n_embd in (2048, 8192)] == [4, 2], "of 16,384 or 4C tokens at least"
+    assert full.groups_of_sequences(3, 2**15, 2048) == 3, "six chunks, but three sequences"
+    assert Execution(**FULL, mlp_chunks=3).groups_of_sequences(8, 2**13, 64) == 1
+    assert Execution().chunks_of_mlp(2**16, 2048) == 1
+    for n_tokens, dtype, chunk_tokens, fp32_dweight in (
+        (2048, BF16, 2048, False), (3000, BF16, 768, False), (8192, BF16, 2048, False), (8193, BF16, 2048, True),
+        (8192, torch.float16, 2048, True),  # cannot hold the sums
+        (8192, FP32, 1024, True),
+    ):  # fmt: skip
+        options = full.loss_options(n_tokens, 128_256, dtype)
+        assert options == {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
+    assert Execution().loss_options(8192, 128_256, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
+
+
 def test_weight_gradients_of_groups_are_summed_in_float32_and_rounded_once():
     groups = 3
     block = build(dtype=BF16, checkpointing="full").layers[0]
