@@ -1,6 +1,8 @@
 """Small datasets for tests, written and read back."""
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,13 @@ def texts_of(folder):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
+
+
+def encode_or_end(text, tokenizer):
+    """An encode whose worker fails, or is killed, at some texts."""
+    if text == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [int(text[0])], [0], len(text)
 
 
 def package_file(package, *path):
