@@ -23,6 +23,7 @@ from configurator import configure
 from data.chat.template import encode_prompt
 from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
+from runtime.check_settings import limit_problem
 from runtime.checkpoint import Folder, load_model, newest_model, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file
@@ -59,11 +60,13 @@ seed = 1337  # for sampling
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16, CPU: float32
 # ----------------------------------------------------------------------------------------------------------------------
-configure(globals(), sys.argv[1:])
+settings, _ = configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
+if problem := limit_problem(settings):
+    sys.exit(problem)
 if sum(map(bool, (prompt, chat, evaluate))) > 1:
     sys.exit("--prompt, --chat and --evaluate exclude each other: give one of them")
 device = pick_device(device)

@@ -39,7 +39,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
+    parser.add_argument("--workers", type=count, default=cpu_cores(), help=workers_help)
 
 
 def path_argument(text: str) -> Path:
@@ -52,6 +52,13 @@ def share(text: str) -> float:
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1")
     return float(text)
+
+
+def count(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
 
 
 def tokenizer_for_data(name: str) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Check train.py's settings before anything is allocated: each one's limits, and combinations that do not work."""
+"""Check settings before anything is allocated: each one's limits, and train.py's combinations that do not work."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from optimizers import rule_of
 from runtime.distributed import print0, stop
 
-AT_LEAST = {
+AT_LEAST = {  # train.py's and sample.py's
+    2: ("window",),
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs", "lr_decay_iters",
         "eval_interval", "eval_iters", "log_interval", "timeout", "galore_rank", "n_layer", "n_head", "n_kv_head",
-        "n_embd", "ffn_dim", "vocab_size"),
+        "n_embd", "ffn_dim", "vocab_size", "num_samples", "top_k"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
-        "lora_rank", "lora_alpha"),
+        "lora_rank", "lora_alpha", "max_new_tokens", "temperature"),
 }  # fmt: skip
 
 
@@ -35,13 +36,21 @@ def check_schedule(settings: Mapping) -> None:
 
 def find_problem(settings: Mapping, world_size: int) -> str | None:
     """Return a sentence that says why train.py cannot run these settings on world_size ranks; None if it can."""
-    for least, names in AT_LEAST.items():
-        for name in names:
-            if settings[name] is not None and settings[name] < least:
-                return f"{name} is {settings[name]}: it must be at least {least}"
     s = SimpleNamespace(**settings)
     schedule = None if s.epochs else schedule_problem(s)
-    return schedule or optimizer_problem(s) or lora_problem(s) or system_problem(s, world_size)
+    return (
+        limit_problem(settings) or schedule or optimizer_problem(s) or lora_problem(s) or system_problem(s, world_size)
+    )
+
+
+def limit_problem(settings: Mapping) -> str | None:
+    """Return a sentence about a number that is too small, or None."""
+    for least, names in AT_LEAST.items():
+        for name in names:
+            value = settings.get(name)
+            if value is not None and value < least:
+                return f"{name} is {value}: it must be at least {least}"
+    return None
 
 
 def schedule_problem(s: SimpleNamespace) -> str | None:

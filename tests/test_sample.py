@@ -32,6 +32,9 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
 def test_what_sample_cannot_read_gets_a_sentence(draw, tmp_path):
     assert "exclude each other" in draw(evaluate="a.txt", chat=True)[1]
     assert "must be in (0, 1]" in draw(top_p=1.1)[1]
+    # Of fewer than one sequence at a time nothing would be scored, and the perplexity be 1.
+    for name, least in dict(batch_size=1, window=2, num_samples=1, max_new_tokens=0, top_k=1).items():
+        assert draw(**{name: least - 1}) == ("", f"{name} is {least - 1}: it must be at least {least}")
     assert draw(evaluate="none.txt") == ("", "[Errno 2] No such file or directory: 'none.txt'")
     assert "holds no checkpoint: train a model first, or name another folder" in draw(out_dir=tmp_path / "nowhere")[1]
 
