@@ -67,6 +67,13 @@ def linear_inputs(rows, n_vocab, dtype=FP32):
 # Labels and logits out of the ordinary
 
 
+def test_cross_entropy_takes_any_leading_dimensions():
+    logits, targets = loss_inputs()
+    loss, gradient = run(kernels.cross_entropy, (logits[:6],), (targets[:6],), ONE)
+    shaped = run(kernels.cross_entropy, (logits[:6].view(2, 3, 70),), (targets[:6].view(2, 3),), ONE)
+    assert_same(shaped, (loss, gradient.view(2, 3, 70)), "(2, 3)")
+
+
 @each_loss
 def test_ignored_rows_alone_give_loss_0_and_zero_gradients(loss):
     targets = torch.full((11,), -100, device=DEVICE)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import disk, estimate, runner, timing
+from benchmarks import disk, runner, timing
 from model import Llama, LlamaConfig
 from optimizers import on_disk
 from optimizers.adamw import AdamW
@@ -222,19 +222,8 @@ def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
     assert expected == sum(state_bytes(name, p, optimizer.rows[name], run) for name, p in optimizer.parameters.items())
     assert expected <= optimizer.file.end <= expected + 4096 * 5 * len(optimizer.parameters)
     parts = {part.name: part.bytes for part in memory_advice.cpu_parts(config, run)}
+    assert parts.keys() == {"buffers of offload_dir", "gradients", "compute weights"}
     assert sum(map(len, optimizer.buffers)) == pytest.approx(parts["buffers of offload_dir"], rel=0.02)
-
-
-@pytest.mark.usefixtures("published_model")
-def test_8b_takes_at_most_40_gib_of_cpu_memory():
-    words = "--config=config/llama31_8b.py --offload=all --batch_size=8 -- --offload_dir=/nvme"
-    words = [*words.split(), "--gradient_accumulation_steps=1"]
-    text, *run = estimate.estimate(words)
-    n_bytes = memory_advice.disk_bytes(*run)
-    assert estimate.cpu_gib(*run) < 32 and n_bytes == pytest.approx(12 * 8_030_261_248)
-    assert "in offload_dir, of each rank:" in text and "buffers of offload_dir" in text
-    _, *run = estimate.estimate([*words, "--optimizer_bits=8"])
-    assert memory_advice.disk_bytes(*run) == pytest.approx(n_bytes * 6.03 / 12, rel=0.01)
 
 
 def test_the_drive_benchmark_counts_the_bytes_of_an_update(drive, tmp_path, capsys, monkeypatch):
