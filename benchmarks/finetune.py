@@ -16,9 +16,7 @@ learns from packed blocks, and from micro-batches of as many tokens with every c
 
 import math
 import random
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +30,6 @@ from data.loader import Packed, open_dataset
 from lora import add_lora
 from model import document_starts
 from runtime.checkpoint import load_model
-from runtime.loss_plot import read_losses
 
 # settings
 init_from = ""  # a folder of published weights
@@ -59,20 +56,13 @@ def packed_data(dataset: str, block: int) -> tuple[Packed, Packed]:
 
 
 def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
-    """train.py's loss at each step, and (step, loss) at each evaluation."""
+    """losses.train_losses() of a finetune."""
     _, val = packed_data(dataset, block)
-    settings = {
-        "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
-        "seed": SEED, "eval_interval": max(steps // EVALUATIONS, 1), "dtype": "bfloat16",
-        "eval_iters": -(-val.n_blocks // batch),
-    }  # fmt: skip
-    argv = runner.train_argv(CONFIG, batch, block, "none", **settings)
-    with tempfile.TemporaryDirectory() as out_dir:
-        summary = runner.train([*argv, *NANOCRIA[trainer].flags.split(), *flags], out_dir)
-        if "curve" not in summary:
-            return summary
-        run = read_losses(Path(out_dir))
-        return {"losses": [loss for *_, loss in run.train], "val": [(step, loss) for step, *_, loss in run.val]}
+    return losses.train_losses(
+        steps, batch, block, CONFIG, [*NANOCRIA[trainer].flags.split(), *flags], init_from=folder, dataset=dataset,
+        learning_rate=rate, min_lr=0.0, warmup_iters=WARMUP, dtype="bfloat16",
+        eval_interval=max(steps // EVALUATIONS, 1), eval_iters=-(-val.n_blocks // batch),
+    )  # fmt: skip
 
 
 # --- The peers ---

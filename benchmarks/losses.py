@@ -17,6 +17,7 @@ to one side.
 """
 
 import tempfile
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from configurator import preview
 from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf import hf_rows
+from runtime.loss_plot import read_losses
 
 # settings
 trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
@@ -41,13 +43,16 @@ LEARNING_RATE = 4e-4  # config/llama32_1b.py's
 WARMUP = 50
 
 
-def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
-    """The loss of each step of train.py."""
-    settings = {"learning_rate": LEARNING_RATE, "min_lr": LEARNING_RATE, "warmup_iters": WARMUP}
+def train_losses(steps: int, batch: int, block: int, config=runner.CONFIG, flags=(), **settings) -> dict:
+    """train.py's loss at each step, and (step, loss) at each evaluation. settings: of train.py."""
+    settings = {"learning_rate": LEARNING_RATE, "min_lr": LEARNING_RATE, "warmup_iters": WARMUP} | settings
     argv = runner.train_argv(config, batch, block, "none", seed=SEED, max_iters=steps, **settings)
     with tempfile.TemporaryDirectory() as out_dir:
         summary = runner.train([*argv, *flags], out_dir)
-    return {"losses": [loss for _, _, loss in summary["curve"]]} if "curve" in summary else summary
+        if "curve" not in summary:
+            return summary
+        run = read_losses(Path(out_dir))
+    return {"losses": [loss for *_, loss in run.train], "val": [(step, loss) for step, *_, loss in run.val]}
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ Their packages, for all of the table:
     pip install "transformers>=5.17,<6" liger-kernel==0.8.5 "peft>=0.21,<0.22" "bitsandbytes>=0.50,<0.51" \\
         galore-torch==1.0 "torchtitan<0.3" "torchao>=0.17,<0.18" unsloth==2026.10.9
 
-The trainers torchtitan-0.3 need PyTorch 2.14 and another release of one package, in a folder that PYTHONPATH names for
-them alone:
+The trainer torchtitan-0.3 needs PyTorch 2.14 and another release of one package, in a folder that PYTHONPATH names for
+it alone:
 
     pip install --target=titan "torchtitan==0.3.0" "flash-attn-4[cu13]==4.0.0b36"
     PYTHONPATH=titan:titan/nvidia_cutlass_dsl/dsl_packages python bench.py step --trainers=torchtitan-0.3
@@ -50,6 +50,7 @@ RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LEARNING_RATE = 1e-4
 ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+CUDNN_ATTENTION = partial(sdpa_kernel, CUDNN_FIRST, set_priority=True)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -114,7 +115,7 @@ class RecipeAttention(plain_llama.Attention):
         k = plain_llama.rotate(k, cos, sin)
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):  # not the name below: the compiler knows this function
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -211,18 +212,18 @@ def torchtitan(c: LlamaConfig, checkpointing: str, device):
     return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
 
 
-def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"):
+def torchtitan_03(c: LlamaConfig, checkpointing: str, device):
     """The package torchtitan 0.3: its model, tied as c says, compiled and sharded by its parallelize_llama, its chunked
-    loss, and its CUDA graph of forward and backward. attention: varlen, by FlashAttention 4, or flex.
+    loss, its attention by FlashAttention 4, and its CUDA graph of forward and backward.
 
     Two things make it faster than its own loop: masks are made once, not at each step, and as each sequence is one
     document, RoPE reads no positions.
     """
-    model = torchtitan_03_model(c, checkpointing, device, attention)
+    model = torchtitan_03_model(c, checkpointing, device)
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config import CompileConfig
     from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
-    from torchtitan.models.common import attention as titan
+    from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
     chunked_loss = ChunkedLossWrapper.Config().build(compile_config=CompileConfig(enable=True))
     chunked_loss.set_lm_head(model.lm_head)
@@ -232,9 +233,7 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
 
     @functools.cache
     def mask_of(batch: int, block: int):
-        if attention == "varlen":
-            return titan.create_varlen_metadata_for_document(torch.arange(block, device=device).expand(batch, block))
-        return titan.create_attention_mask(titan.get_causal_mask_mod(), None, None, block, block, device=device)
+        return create_varlen_metadata_for_document(torch.arange(block, device=device).expand(batch, block))
 
     def forward_backward(tokens, targets, n_targets, _):
         loss, _ = chunked_loss(model(tokens, attention_masks=mask_of(*tokens.shape)), targets, n_targets)
@@ -251,7 +250,7 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device, attention="varlen"
     return model, loss_of, optimizer
 
 
-def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device, attention: str) -> nn.Module:
+def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device) -> nn.Module:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -266,7 +265,7 @@ def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device, attention: s
     )
     layers = llama3._build_llama3_layers(
         n_layers=c.n_layer, dim=c.n_embd, n_heads=c.n_head, n_kv_heads=c.n_kv_head, hidden_dim=c.ffn_dim, rope=rope,
-        attn_backend=attention,
+        attn_backend="varlen",
     )  # fmt: skip
     config = llama3.Llama3Model.Config(
         dim=c.n_embd, vocab_size=c.vocab_size, layers=layers, enable_weight_tying=c.tie_embeddings,
@@ -323,15 +322,16 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
         for layer in model.model.layers:
             layer.compile()
     run = torch.compile(model, mode=compile_mode) if compile_mode not in ("", "blocks") else model
-    attention = partial(sdpa_kernel, CUDNN_FIRST, set_priority=True) if cudnn else contextlib.nullcontext
-    return model, hf_loss(run, attention)
+    return model, hf_loss(run, *([CUDNN_ATTENTION] if cudnn else []))
 
 
-def hf_loss(model: Callable, context: Callable) -> Callable:
-    """The loss of Hugging Face's model on tokens and targets, which are shifted already, in a context."""
+def hf_loss(model: Callable, *contexts: Callable) -> Callable:
+    """The loss of Hugging Face's model on tokens and targets, which are shifted already, in these contexts."""
 
     def loss_of(tokens, targets):
-        with context():
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
             return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
     return loss_of
@@ -396,12 +396,7 @@ def unsloth_qlora(c: LlamaConfig, checkpointing: str, device, offload=False):
         options = {"max_seq_length": c.block_size, "use_gradient_checkpointing": mode}
         model, _ = unsloth.FastLanguageModel.from_pretrained(folder, **options, fix_tokenizer=False)
     model = unsloth.FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, use_gradient_checkpointing=mode)
-
-    def loss_of(tokens, targets):
-        with torch.autocast(device.type, torch.bfloat16), sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
-
-    return model, loss_of, adamw(model)
+    return model, hf_loss(model, partial(torch.autocast, device.type, torch.bfloat16), CUDNN_ATTENTION), adamw(model)
 
 
 def with_peft(model: nn.Module) -> nn.Module:
@@ -464,7 +459,6 @@ PEERS = {
     "recipe-zero2": Trainer("torchtitan's recipe, ZeRO-2", partial(recipe, reshard=False)),
     "torchtitan": Trainer("torchtitan", torchtitan),
     "torchtitan-0.3": Trainer("torchtitan 0.3", torchtitan_03),
-    "torchtitan-0.3-flex": Trainer("torchtitan 0.3, flex", partial(torchtitan_03, attention="flex")),
     # pure bfloat16
     "hf": Trainer("Hugging Face", hf),
     "hf-compiled": Trainer("Hugging Face compiled", partial(hf, compile_mode="default")),

@@ -5,6 +5,7 @@ on the same card, with the same PyTorch, continues the record in its file: it sk
 measured, and replaces older ones.
 """
 
+import contextlib
 import json
 import shlex
 import sys
@@ -83,10 +84,8 @@ def origin(name: str, argv: list[str]) -> dict:
     """The command of a record, and the versions of what it compares."""
     versions = run_log.versions("cuda")
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     argv = [word for word in argv if not word.startswith("--out=")]
     return {"command": shlex.join(["python", "bench.py", name, *argv]), "versions": versions}
 
