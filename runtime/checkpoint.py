@@ -276,9 +276,7 @@ def _tensors_of(path, stem):
     if (path / whole).exists():
         return _tensors_in(path, whole)
     if not index.exists():
-        fetch = f"only whole models in .safetensors are read. {how_to_fetch(path)}"
-        advice = "copy the whole checkpoint" if stem == "optimizer" else fetch
-        raise Damaged(f"{path / whole} is missing: {advice}")
+        raise Damaged(f"{path / whole} is missing: only whole models in .safetensors are read. {how_to_fetch(path)}")
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
         raise Damaged(f"{index} has no weight_map from tensor names to file names")

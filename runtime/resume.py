@@ -148,8 +148,6 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
                  "with --init_from=scratch")  # fmt: skip
         return
     resumes = _is_checkpoint_of(start, out_dir)
-    if resumes:
-        _require_same_start(start, settings["init_from"])
     _require_same_tokenizer(start, resumes, dataset)
     _require_same_settings(start, resumes, config, settings)
     check_sizes(_base_of(start, settings) or start, read_config(start)[0])
@@ -168,15 +166,6 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Does it fit?
-
-
-def _require_same_start(folder, init_from):
-    """End the run if init_from names other weights than a checkpoint's run began with: they would not be read."""
-    began_with = str(folder.run["settings"].get("init_from"))
-    if init_from not in NO_FOLDERS and _absolute(init_from) != _absolute(began_with):
-        source = "random weights" if began_with in NO_FOLDERS else began_with
-        advice = "--init_from=resume continues it, another --out_dir starts a new run"
-        stop(f"{folder.path} is of a run that began with {source}, so {init_from} would not be read: {advice}")
 
 
 def _absolute(folder: str) -> str:
@@ -203,6 +192,10 @@ def _require_same_settings(folder, resumes, config, settings):
     for name in STATE_SETTINGS if resumes else more:
         was[name] = folder.run["settings"][name]
         now[name] = settings[name]
+    if resumes and settings["init_from"] not in NO_FOLDERS:  # names weights, which would not be read
+        began_with = folder.run["settings"].get("init_from", "auto")
+        was["init_from"] = "auto" if began_with in NO_FOLDERS else _absolute(began_with)
+        now["init_from"] = _absolute(settings["init_from"])
     differing = [name for name in now if was[name] != now[name]]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)

@@ -353,7 +353,6 @@ def lock_out_dir(out_dir: Path) -> TextIO:
 def commit(partial: Path, final: Path) -> None:
     """Give a complete checkpoint its final name, safe against a power failure."""
     _sync(partial)
-    remove(final)  # the run resumed from an earlier step and got here again
     partial.rename(final)
     _sync(final.parent)
 
@@ -365,19 +364,10 @@ def _sync(folder: Path) -> None:
     os.close(file)
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint, if there is one. Rename it first: a half-deleted one must not look complete. Of a link, to
-    where the user moved the files, only the name goes.
-    """
-    if os.path.lexists(path):
-        renamed = path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial"))
-        shutil.rmtree(renamed, ignore_errors=True)  # what cannot be deleted does no harm
-
-
 def remove_partial(out_dir: Path) -> None:
-    """Delete what a run left that was killed while it saved or deleted a checkpoint."""
+    """Delete what is not a complete checkpoint, or no longer: also what a killed run left."""
     for path in out_dir.glob("step_*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted does no harm
 
 
 def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:
@@ -385,11 +375,12 @@ def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:
     best = best_of(checkpoints(out_dir)) if keep_best else None
     for old in checkpoints(out_dir)[:-keep_last]:
         if old != best:
-            remove(old)
+            old.rename(old.with_name(f"{old.name}.old.partial"))  # a half-deleted one must not look complete
+    remove_partial(out_dir)
     return best
 
 
 def mark_damaged(path: Path) -> None:
-    damaged = path.with_name(path.name + ".damaged")
-    remove(damaged)  # the same step was damaged before
+    damaged = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(damaged, ignore_errors=True)  # the same step was damaged before
     path.rename(damaged)

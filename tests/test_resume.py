@@ -274,9 +274,7 @@ def test_weights_that_a_run_did_not_begin_with_are_refused_and_never_recorded(tr
         assert recorded() == (a, step)
     damage(tmp_path / "out/step_000004/config.json")
     message = error_of(train, capsys, **model, init_from=tmp_path / "b", max_iters=5)
-    assert (
-        f"began with {a}, so {tmp_path}/b would not be read: --init_from=resume continues it, another --out" in message
-    )
+    assert f"init_from {a} (this run: {tmp_path}/b): pass --init_from={a}, or change out_dir" in message
     train(**model, init_from="scratch", max_iters=1, out_dir=tmp_path / "random")
     message = error_of(train, capsys, **model, init_from="a", max_iters=2, out_dir=tmp_path / "random")
-    assert "began with random weights, so a would not be read" in message
+    assert f"init_from auto (this run: {a})" in message
