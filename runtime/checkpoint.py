@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,14 +159,13 @@ def digests_of(
     folder: Path, ends: dict[str, list[int]], group: dist.ProcessGroup | None = None
 ) -> dict[str, list[str]]:
     """The SHA-256 of each piece of these files of a folder, as "1073741824 9f86d0...": where it ends, and the digest.
-    Every rank must call it: they share the work. Raises Damaged, on all ranks, if a file is missing. ends: by file.
+    Every rank must call it: they share the work. Raises OSError, on all ranks, if one cannot read. ends: by file.
     """
     pieces = [(file, begin, end) for file, of_file in ends.items() for begin, end in pairwise([0, *of_file])]
     mine = pieces[group_rank(group) :: group_size(group)]
 
     def digest(piece):
         name, begin, end = piece
-        require_file(folder / name)
         sha256 = hashlib.sha256()
         with open(folder / name, "rb", buffering=0) as file:
             file.seek(begin)
@@ -178,11 +177,9 @@ def digests_of(
 
     def digest_mine():
         with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
-            return dict(zip(mine, threads.map(digest, mine), strict=True))
+            return list(zip(mine, threads.map(digest, mine), strict=True))
 
-    digests = {}  # of each piece
-    for of_rank in from_all_ranks(on_all_ranks(digest_mine, group), group):
-        digests |= of_rank
+    digests = dict(chain(*from_all_ranks(on_all_ranks(digest_mine, group), group)))  # by piece
     return {file: [digests[piece] for piece in pieces if piece[0] == file] for file in ends}
 
 
@@ -210,7 +207,8 @@ def read_run(path: Path) -> dict | None:
 def verify(folder: Folder) -> None:
     """Compare the files of a checkpoint with run.json's digests. Every rank must call it: they share the work.
 
-    Raises Damaged, on all ranks, if one differs. A published folder has no digests.
+    Raises Damaged, on all ranks, if one differs, or is missing on rank 0; OSError if a rank cannot read one: a network
+    file system may show it a new folder late. A published folder has no digests.
     """
     if folder.run is None:
         return
@@ -218,6 +216,7 @@ def verify(folder: Folder) -> None:
     # Tensors that were not asked for may be gone, and the user may edit the path of the base.
     others = {file for file in saved if not file.startswith("optimizer") and not file.endswith(".safetensors")}
     files = {info.file for info in folder.tensors.values()} | others - {"adapter_config.json"}
+    from_rank_0(lambda: [require_file(folder.path / file) for file in sorted(files)])
     ends = {file: [int(entry.split()[0]) for entry in saved.get(file, [])] for file in sorted(files)}
     for file, digests in digests_of(folder.path, ends).items():
         if digests != saved.get(file):

@@ -184,7 +184,7 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def group_for_thread(timeout: float) -> dist.ProcessGroup | None:
+def new_group(timeout: float) -> dist.ProcessGroup | None:
     """Another group of all ranks: a thread's collectives must not mix with the main thread's."""
     if world_size == 1:
         return None

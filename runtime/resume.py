@@ -68,17 +68,6 @@ def claim(out_dir: str) -> TextIO | None:
     return file
 
 
-def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
-    """The newest checkpoint that rank 0 sees; ends the run if another rank cannot see it.
-
-    A network file system may list a new folder late on some machines: a rank's own newest() could be an older one.
-    """
-    path = from_rank_0(lambda: newest(out_dir))
-    if all_reduce_max([path is not None and not path.is_dir()])[0]:
-        stop(f"some machines do not see {path}: out_dir must be one folder that all machines share, or wait a minute")
-    return path
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Where to start
 
@@ -86,7 +75,7 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 @stop_on_error()
 def find_start(out_dir: str, init_from: str) -> Folder | None:
     """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch."""
-    checkpoint = newest_for_all_ranks(out_dir)
+    checkpoint = from_rank_0(lambda: newest(out_dir))  # a network file system may show another rank an older one
     if checkpoint:  # check_start() compares what init_from names with what that run began with
         is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
         if init_from == "scratch" and not is_restart:
@@ -98,7 +87,7 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
     if init_from in NO_FOLDERS:
         return None
     path = Path(init_from).expanduser()
-    path = path if is_model(path) else newest_for_all_ranks(path)
+    path = path if is_model(path) else from_rank_0(lambda: newest(path))
     if path is None:
         expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
         stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
@@ -111,7 +100,7 @@ def newest_undamaged(out_dir: str) -> Folder:
     """Open the newest checkpoint that is what was saved. Those that are not are renamed; the last one ends the run."""
     start_time = time.perf_counter()
     while True:
-        path = newest_for_all_ranks(out_dir)
+        path = from_rank_0(lambda: newest(out_dir))
         try:
             folder = open_folder(path, ("model", "optimizer"))
             if folder.run is None:

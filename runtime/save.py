@@ -31,16 +31,7 @@ from model import LlamaConfig
 from optimizers import Optimizer
 from runtime import memory_stats
 from runtime.checkpoint import best_of, checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends
-from runtime.distributed import (
-    from_rank_0,
-    group_for_thread,
-    local,
-    on_all_ranks,
-    print0,
-    say,
-    shard_like,
-    worker_thread,
-)
+from runtime.distributed import from_rank_0, local, new_group, on_all_ranks, print0, say, shard_like, worker_thread
 from runtime.hf import Rows, hf_rows
 
 DTYPE_NAMES = {
@@ -81,7 +72,7 @@ class Saver:
         self.best: Path | None = None  # with keep_best
         self.seconds = 0.0  # that the main thread has waited
         self.error: str | None = None  # why the last checkpoint was not written
-        self.group = group_for_thread(self.timeout)
+        self.group = new_group(self.timeout)
         self.thread = worker_thread()
         self.future = None  # of the save in progress
         self.copies = None  # a future of the tensors' copies, which are None if they could not be allocated
