@@ -169,7 +169,7 @@ with stop_on_error():
         vocab_size=train_data.vocab_size, block_size=block_size, rope_theta=rope_theta, rope_scaling=rope_scaling,
         norm_eps=norm_eps, tie_embeddings=tie_embeddings,
     )  # fmt: skip
-    check_start(start, out_dir, config, settings, train_data.meta)  # before allocating anything large
+    check_start(start, config, settings, train_data.meta)  # before allocating anything large
     run_shape = RunShape(
         batch_size=batch_size, micro_steps=micro_steps, dtype=dtype, kernels=kernels, attention=attention, fp8=fp8,
         activation_checkpointing=activation_checkpointing, mlp_chunks=mlp_chunks,
@@ -250,7 +250,7 @@ log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_
              flops_per_token=model.flops_per_token(block_size), log_interval=log_interval, profile=profile)  # fmt: skip
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
-start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
+start_state, hf_files = restore(start, model, optimizer, run_info)
 settings["init_from"] = start_state["init_from"]  # what was read, not what a resume's command says
 first_step = start_state["step"]
 # Step s begins with sequence earlier_sequences + s * sequences_per_step: not 0 only if the batch size was changed.

@@ -80,7 +80,7 @@ class Folder(NamedTuple):
     config: dict  # config.json, or for adapters base_config.json
     tensors: dict[str, TensorInfo]  # by name
     adapter: dict | None = None  # adapter_config.json, if the tensors of "model" are adapters
-    seconds: float = 0.0  # that a resume has taken to find it, and to compare its digests
+    resume_seconds: float | None = None  # to find it and compare its digests, for a resume
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     lock_file = claim(out_dir)                                    # one run at a time, one folder for all ranks
     start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None: open
-    check_start(start, out_dir, config, settings, dataset)        # before the model is built
-    start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
+    check_start(start, config, settings, dataset)                 # before the model is built
+    start_state, hf_files = restore(start, model, optimizer, run_info)
 
 Each ends the run with a sentence if it cannot go on. Every rank must call them.
 """
@@ -106,7 +106,7 @@ def newest_undamaged(out_dir: str) -> Folder:
             if folder.run is None:
                 raise Damaged(f"{path / 'run.json'} is missing")
             verify(folder)
-            return folder._replace(seconds=time.perf_counter() - start_time)
+            return folder._replace(resume_seconds=time.perf_counter() - start_time)
         except Damaged as error:
             if from_rank_0(lambda: len(checkpoints(out_dir))) == 1:
                 # It keeps its name, so that no new run starts in its folder.
@@ -127,7 +127,7 @@ def model_settings(start: Folder | None, named: set[str]) -> dict:
 
 
 @stop_on_error()
-def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
+def check_start(start: Folder | None, config: LlamaConfig, settings: dict, dataset: dict) -> None:
     """End the run if its start, model, data or what its states depend on are not those of find_start()'s result."""
     if start is None:
         if settings["lora_rank"]:
@@ -136,14 +136,10 @@ def check_start(start: Folder | None, out_dir: str, config: LlamaConfig, setting
             stop("conversations alone teach random weights little: name published ones, --init_from=FOLDER, or insist "
                  "with --init_from=scratch")  # fmt: skip
         return
-    resumes = _is_checkpoint_of(start, out_dir)
+    resumes = start.resume_seconds is not None
     _require_same_tokenizer(start, resumes, dataset)
     _require_same_settings(start, resumes, config, settings)
     check_sizes(_base_of(start, settings) or start, read_config(start)[0])
-
-
-def _is_checkpoint_of(start, out_dir):
-    return start.path.parent == Path(out_dir) and start.path.name.startswith("step_")
 
 
 def _base_of(folder: Folder, settings) -> Folder | None:
@@ -197,9 +193,7 @@ def _require_same_settings(folder, resumes, config, settings):
 
 
 @stop_on_error()
-def restore(
-    start: Folder | None, out_dir: str, model: Llama, optimizer, run_info: dict
-) -> tuple[dict, dict[str, bytes]]:
+def restore(start: Folder | None, model: Llama, optimizer, run_info: dict) -> tuple[dict, dict[str, bytes]]:
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
     run_info: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns the
@@ -215,10 +209,10 @@ def restore(
     if base:
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
         files = adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"])
-    if start is None or not _is_checkpoint_of(start, out_dir):
+    if start is None or start.resume_seconds is None:
         return _begin(start, base, model, optimizer, run_info), files
     run = _resume(start, model, optimizer, run_info)
-    seconds = start.seconds + time.perf_counter() - start_time
+    seconds = start.resume_seconds + time.perf_counter() - start_time
     return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, files
 
 

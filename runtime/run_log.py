@@ -154,21 +154,21 @@ class RunLog:
         self.first_step = first_step
         self.on_not_finite = on_not_finite
         self.profiler = start_profiler(self.out_dir) if self.profile else None
+        if rank == 0:
+            self.path = self.out_dir / "metrics.jsonl"
+            self._keep_metrics(first_step)
+            if settings is not None:
+                self._start_wandb(first_step, settings)
         self.line_began = perf_counter()
-        if rank:
-            return
-        path = self.out_dir / "metrics.jsonl"
-        if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
-            old = path.rename(path.with_name("metrics.jsonl.old"))
+
+    def _keep_metrics(self, first_step: int) -> None:
+        if not first_step and self.path.is_file() and self.path.stat().st_size:  # no checkpoint was written, or is left
+            old = self.path.rename(self.path.with_name("metrics.jsonl.old"))
             print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
-        with atomic_write(path) as file:
-            for metrics in read_metrics(path):
+        with atomic_write(self.path) as file:
+            for metrics in read_metrics(self.path):
                 if metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
-        self.path = path
-        if settings is not None:
-            self._start_wandb(first_step, settings)
-        self.line_began = perf_counter()
 
     def _start_wandb(self, first_step: int, settings: dict) -> None:
         """Start a wandb run, or continue that of the resumed run."""
