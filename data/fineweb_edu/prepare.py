@@ -36,7 +36,13 @@ def list_files(input: Path | None, sample: str) -> list[str]:
     if input is None:
         from huggingface_hub import list_repo_files
 
-        files = [name for name in list_repo_files(REPO, repo_type="dataset") if name.startswith(f"sample/{sample}/")]
+        try:
+            names = list_repo_files(REPO, repo_type="dataset")
+        except Exception as error:  # also of the library that it asks by
+            raise OSError(
+                f"could not list {REPO} on huggingface.co ({error}): fetch it elsewhere, see --input"
+            ) from error
+        files = [name for name in names if name.startswith(f"sample/{sample}/")]
     else:
         files = [str(file.resolve()) for file in input.rglob("*")] if input.is_dir() else [str(input.resolve())]
     files = sorted(name for name in files if name.endswith(".parquet"))
