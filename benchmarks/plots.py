@@ -32,8 +32,10 @@ SHOWN = {  # of the study, in README.md -> where its label stands: at which batc
 }  # fmt: skip
 STEP = ("nanocria", "recipe", "hf", "hf-compiled", "hf-liger")  # in bfloat16, in README.md
 WIDTH = 9  # inches: the pages show them 830 pixels wide
-plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "font.size": 11, "legend.frameon": False}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+STYLE_OF_ALL = {
+    "figure.dpi": 150, "figure.constrained_layout.use": True, "font.size": 11, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+}  # fmt: skip
 
 
 def style(row: dict) -> dict:
@@ -171,9 +173,10 @@ PLOTS = {  # name -> record, what draws it
 
 
 def draw(plot: Callable, record: dict, path: Path) -> None:
-    figure = plot(record)
-    figure.savefig(path)
-    plt.close(figure)
+    with plt.rc_context(STYLE_OF_ALL):
+        figure = plot(record)
+        figure.savefig(path)
+        plt.close(figure)
 
 
 def draw_all() -> None:

@@ -10,7 +10,7 @@ out_dir = "out/lora_llama31_8b"
 lora_rank = 16
 lora_alpha = 32
 learning_rate = 2e-4
-weight_decay = 0.0  # decay would pull the adapters to the published model, which holds them back anyway
+weight_decay = 0.0  # decay would pull the adapters to zero, so back to the published model
 max_iters = 1000
 warmup_iters = 30
 

@@ -9,7 +9,8 @@ out_dir = "out/qlora_llama31_8b"
 quantize_base = "nf4"
 
 # 32,768 tokens per step. Full checkpointing stores one input per layer: all eight sequences fit. They pass through a
-# block in two groups, so each projection is dequantized six times per step: twice in forward, four times in backward.
+# block in two groups, so each projection is dequantized six times per step: twice in forward, four times in backward
+# (down only twice there: its output is not recomputed).
 batch_size = 8
 block_size = 4096
 gradient_accumulation_steps = 1

@@ -22,7 +22,6 @@ from runtime.memory import GIB, Part, RunShape, Step, phases
 FOLDER = Path(__file__).parent
 RUN = RunShape(batch_size=8)  # sequences of 2,048 tokens, in bfloat16
 STYLE = {"font.size": 11, "figure.dpi": 200, "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {"figure.constrained_layout.use": False}  # which importing benchmarks.plots sets
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One block

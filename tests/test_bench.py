@@ -29,6 +29,7 @@ def test_the_tables_of_the_page_equal_the_records():
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
+@plots.plt.rc_context(plots.STYLE_OF_ALL)
 def test_a_plot_of_a_record_can_be_read_at_the_width_of_the_page(name):
     """Letters are 11 pixels or more if the page shows it 830 pixels wide, and neither labels nor looks coincide."""
     assert {f"{plot}.png" for plot in plots.PLOTS} == {path.name for path in plots.FOLDER.iterdir()}
