@@ -43,8 +43,8 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         if any(predicted[: max(len(tokens) - context, 1)]):
             from_end = len(tokens) - predicted.index(True)
             raise ValueError(
-                f"of the {len(tokens):,} tokens of conversation {number:,} the first to predict is {from_end:,} before the "
-                f"end, but the model's context has {context:,}"
+                f"of the {len(tokens):,} tokens of conversation {number:,} the first to predict is {from_end:,} "
+                f"before the end, but the model's context has {context:,}"
             )
     rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
     for first in progress(range(0, len(rows), batch_size), "scoring, batches"):

@@ -94,7 +94,7 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
         "": "x.jsonl is empty",
         '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
         '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "' + "b" * 500 + '"}': (
-            "tokens of conversation 2 the first to predict is 501 before the end, but the model's context has 128"
+            "tokens of conversation 2 the first to predict is 502 before the end, but the model's context has 128"
         ),
     }
     for content, expected in cases.items():

@@ -294,7 +294,7 @@ def test_fineweb_from_the_hub_is_that_of_the_same_files_on_disk(parquets, tmp_pa
     with pytest.raises(FileNotFoundError, match="sample/1T holds no .parquet files"):
         fineweb_edu.prepare(folder=tmp_path / "out", sample="1T", **OPTIONS)
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, repo_type: 1 / 0)  # as without a network
-    with pytest.raises(OSError, match="could not list HuggingFaceFW/fineweb-edu .*--input"):
+    with pytest.raises(OSError, match="does not list HuggingFaceFW/fineweb-edu .*--input"):
         fineweb_edu.prepare(folder=tmp_path / "out", **OPTIONS)
 
 

@@ -39,9 +39,7 @@ def list_files(input: Path | None, sample: str) -> list[str]:
         try:
             names = list_repo_files(REPO, repo_type="dataset")
         except Exception as error:  # also of the library that it asks by
-            raise OSError(
-                f"could not list {REPO} on huggingface.co ({error}): fetch it elsewhere, see --input"
-            ) from error
+            raise OSError(f"huggingface.co does not list {REPO} ({error}): fetch it elsewhere, see --input") from error
         files = [name for name in names if name.startswith(f"sample/{sample}/")]
     else:
         files = [str(file.resolve()) for file in input.rglob("*")] if input.is_dir() else [str(input.resolve())]
