@@ -1,6 +1,7 @@
 """The log of a run: lines on the screen, metrics.jsonl, wandb, loss.png, and at the end summary.json. Rank 0 writes."""
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -92,7 +93,7 @@ class RunLog:
         self.train_seconds = 0.0  # their sum
         self.curve = []  # (step, training seconds so far, loss) of each line
         self.peak_gib = None
-        self.path: Path | None = None  # of metrics.jsonl, on the rank that writes it
+        self.file = None  # metrics.jsonl, on the rank that writes it
         self.wandb = None
         self.model_info = {}  # from header(), for the summary
         self.shares = {}  # from header(): of each part of a mix
@@ -155,20 +156,21 @@ class RunLog:
         self.on_not_finite = on_not_finite
         self.profiler = start_profiler(self.out_dir) if self.profile else None
         if rank == 0:
-            self.path = self.out_dir / "metrics.jsonl"
-            self._keep_metrics(first_step)
+            self.file = self._open_metrics(first_step)
             if settings is not None:
                 self._start_wandb(first_step, settings)
         self.line_began = perf_counter()
 
-    def _keep_metrics(self, first_step: int) -> None:
-        if not first_step and self.path.is_file() and self.path.stat().st_size:  # no checkpoint was written, or is left
-            old = self.path.rename(self.path.with_name("metrics.jsonl.old"))
+    def _open_metrics(self, first_step: int) -> io.RawIOBase:
+        path = self.out_dir / "metrics.jsonl"
+        if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
+            old = path.rename(path.with_name("metrics.jsonl.old"))
             print0(f"begins    no checkpoint found: starting over; old metrics moved to {old}")
-        with atomic_write(self.path) as file:
-            for metrics in read_metrics(self.path):
+        with atomic_write(path) as file:
+            for metrics in read_metrics(path):
                 if metrics["step"] <= first_step:
                     file.write(json.dumps(metrics).encode() + b"\n")
+        return open_to_write(path, "ab", buffering=0)  # a buffer that a full disk does not take would fail once more
 
     def _start_wandb(self, first_step: int, settings: dict) -> None:
         """Start a wandb run, or continue that of the resumed run."""
@@ -194,13 +196,12 @@ class RunLog:
             self.wandb = None
 
     def record(self, metrics: dict) -> None:
-        if not self.path:  # another rank, or eval_only, which writes nothing
+        if not self.file:  # another rank, or eval_only, which writes nothing
             return
         try:
-            with open_to_write(self.path, "a") as file:  # each time: out_dir may be deleted under the run
-                file.write(json.dumps(metrics) + "\n")
+            self.file.write(json.dumps(metrics).encode() + b"\n")
         except OSError as error:  # a full disk: training goes on
-            print0(f"{self.path}: {error.strerror}")
+            print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:
             self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
 
@@ -287,7 +288,7 @@ class RunLog:
             return "interrupted"
         of_parts = self.val_losses if len(self.val_losses) > 1 else {}
         self.record({"step": step, "val_loss": val_loss} | ({"val_losses": of_parts} if of_parts else {}))
-        if self.path and step:
+        if self.file and step:
             self.draw()
         named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
         return f"val loss {val_loss:.4f}{named} ({n_blocks:,} sequences)"
@@ -352,5 +353,7 @@ class RunLog:
     def close(self) -> None:
         if self.profiler:
             self.profiler.stop()
+        if self.file:
+            self.file.close()
         if self.wandb:
             self._call_wandb(self.wandb.finish)

@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -150,12 +149,16 @@ def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, 
     assert [call.kwargs for call in wandb.init.call_args_list] == [new, new | dict(id="a1b2", resume="allow"), new]
 
 
-def test_a_full_disk_does_not_stop_the_log(tmp_path, capsys):
+def test_a_full_disk_stops_neither_the_log_nor_its_end(tmp_path, capsys, monkeypatch):
+    def open_full(path, *mode, **options):
+        return open("/dev/full", *mode, **options)
+
+    monkeypatch.setattr(run_log, "open_to_write", open_full)
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     log.open(0, None, None)
-    log.path = Path("/dev/full")
     log.record({"step": 1})
     assert "/dev/full: No space left on device" in capsys.readouterr().out
+    log.close()
 
 
 def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
