@@ -165,7 +165,6 @@ def test_two_ranks_of_a_peer_train_as_one_on_the_same_sequences(tmp_path, traine
     config = write_config(tmp_path / "small.py", **SMALL, tie_embeddings=tied)
     spec = {"trainer": trainer, "config": config, "block": 64, "checkpointing": checkpointing,
             "warmup": warmup, "steps": steps}  # fmt: skip
-
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
 
     def run(ranks):

@@ -292,6 +292,11 @@ def test_invalid_settings_are_refused_by_name(settings):
         build(**settings)
 
 
+def test_a_sequence_longer_than_block_size_is_refused():
+    with pytest.raises(ValueError, match="65 positions, but block_size is 64"):
+        build(**PLAIN)(*batch(n_time=65))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # FSDP2 and torch.compile
 

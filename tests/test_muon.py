@@ -1,7 +1,6 @@
-"""Muon, and the learning rate schedules."""
+"""Muon and NorMuon."""
 
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
 from optimizers.on_device import OnDevice
-from tests.runs import assert_close, numbers
 from tests.test_optimizers import llama
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -107,19 +105,3 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     for name in names:
         mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in models)
         assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Schedules
-
-
-def test_wsd_is_constant_then_linear_and_a_checkpoint_before_the_cooldown_may_be_cooled_or_extended(train, tmp_path):
-    settings = dict(lr_schedule="wsd", learning_rate=8e-3, min_lr=0.0, warmup_iters=1, eval_interval=4, keep_last=9)
-    train(**settings, cooldown_iters=3, max_iters=8)
-    rates = numbers(tmp_path / "out", "lr") * 1000
-    assert_close(rates, [4, 8, 8, 8, 8, 6, 4, 2], 1e-9)
-    shutil.rmtree(tmp_path / "out/step_000008")  # in the middle of the run, before the cooldown
-    train(**settings, cooldown_iters=3, max_iters=12)
-    assert_close(numbers(tmp_path / "out", "lr")[4:] * 1000, [8] * 5 + [6, 4, 2], 1e-9)
-    train(**settings, max_iters=14)  # no cooldown: constant
-    assert_close(numbers(tmp_path / "out", "lr")[12:] * 1000, [8, 8], 1e-9)

@@ -1,7 +1,5 @@
 """Packed conversations: none is lost, and packing, micro-batches and ranks change neither loss nor gradients."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -188,26 +186,6 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, 
 def test_conversations_without_mask_documents_are_refused(train, chats, capsys):
     message = error_of(train, capsys, **CHAT | dict(dataset=chats, mask_documents=False))
     assert "holds conversations, several in a block: add --mask_documents=true" in message
-
-
-def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
-    common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
-    for max_iters in (4, 8):  # resumed: the checkpoint's loss is known
-        finish(common | dict(max_iters=max_iters, lr_decay_iters=8))
-    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
-    found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
-    assert found[0] == pytest.approx(np.log(257), abs=0.1)
-    saved = sorted(path.name for path in tmp_path.iterdir())
-    log = (tmp_path / "metrics.jsonl").read_text()
-    only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
-    done = finish(common | only, ranks=2)
-    assert not done.stderr, done.stderr
-    assert "resumes " in done.stdout, done.stdout
-    (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
-    assert last == f"step 00008 | val loss {found[8]:.4f} (8 sequences)", last
-    assert sorted(path.name for path in tmp_path.iterdir()) == saved
-    assert (tmp_path / "metrics.jsonl").read_text() == log
-    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
 
 
 @pytest.mark.parametrize("arm, peer, more", [

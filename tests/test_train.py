@@ -1,5 +1,6 @@
 """train.py, run as a script on a small model and a CPU."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from data.loader import epoch_order
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from runtime import save
-from tests.runs import ROOT, assert_close, error_of, losses, numbers, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, error_of, finish, losses, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -58,6 +59,18 @@ def test_the_learning_rate_warms_up_and_decays_and_steps_take_it_and_grad_clip(t
     assert_close([run["learning_rate_at"](step) for step in (4, 5, 8, 9)], [1e-3, 7.75e-4, 1e-4, 1e-4], 1e-12)
     run = train(out_dir=tmp_path / "other", lr_decay_iters=2)  # it ends with the warm-up
     assert_close([run["learning_rate_at"](step) for step in (0, 1, 2, 8)], [1e-3, 2e-3, 3e-3, 3e-4], 1e-12)
+
+
+def test_wsd_is_constant_then_linear_and_a_checkpoint_before_the_cooldown_may_be_cooled_or_extended(train, tmp_path):
+    settings = dict(lr_schedule="wsd", learning_rate=8e-3, min_lr=0.0, warmup_iters=1, eval_interval=4, keep_last=9)
+    train(**settings, cooldown_iters=3, max_iters=8)
+    rates = numbers(tmp_path / "out", "lr") * 1000
+    assert_close(rates, [4, 8, 8, 8, 8, 6, 4, 2], 1e-9)
+    shutil.rmtree(tmp_path / "out/step_000008")  # in the middle of the run, before the cooldown
+    train(**settings, cooldown_iters=3, max_iters=12)
+    assert_close(numbers(tmp_path / "out", "lr")[4:] * 1000, [8] * 5 + [6, 4, 2], 1e-9)
+    train(**settings, max_iters=14)  # no cooldown: constant
+    assert_close(numbers(tmp_path / "out", "lr")[12:] * 1000, [8, 8], 1e-9)
 
 
 def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path, monkeypatch):
@@ -131,6 +144,26 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     with torch.no_grad():
         expected = run["model"](*run["to_device"](blocks)).item()
     assert run["evaluate"]() == run["evaluate"]() == pytest.approx(expected, rel=1e-6)
+
+
+def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
+    common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
+    for max_iters in (4, 8):  # resumed: the checkpoint's loss is known
+        finish(common | dict(max_iters=max_iters, lr_decay_iters=8))
+    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
+    found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
+    assert found[0] == pytest.approx(np.log(257), abs=0.1)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    log = (tmp_path / "metrics.jsonl").read_text()
+    only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
+    done = finish(common | only, ranks=2)
+    assert not done.stderr, done.stderr
+    assert "resumes " in done.stdout, done.stdout
+    (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
+    assert last == f"step 00008 | val loss {found[8]:.4f} (8 sequences)", last
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved
+    assert (tmp_path / "metrics.jsonl").read_text() == log
+    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
 
 
 def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_another_without_a_bos(
