@@ -168,7 +168,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     """The settings that a config file assigns, checked. A mistake in its Python has Python's own traceback."""
     if not os.path.isfile(path) or not path.endswith(".py"):
         # Compare file stems: the folder and .py would make all names similar.
-        files = {file.stem: f"config/{file.name}" for file in Path(script).resolve().parent.glob("config/*.py")}
+        files = {file.stem: os.path.relpath(file) for file in Path(script).resolve().parent.glob("config/*.py")}
         hint = did_you_mean(Path(path).stem, files) or ". A setting is --name=value"
         raise SettingError(f"there is no config file {path} (a .py file){hint}")
     sys.path.append(str(Path(path).resolve().parent))  # it may build on another beside it

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -9,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.encode import cpu_cores
+from data.files import display_path
 from data.meta import SPLITS
 from data.rows import DECOMPRESSORS
-from data.tokenizer import NAMES, Tokenizer, get_tokenizer
+from data.tokenizer import NAMES, ROOT, Tokenizer, get_tokenizer
 
 
 def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
@@ -97,6 +99,12 @@ def print_summary(folder: Path, meta: dict) -> None:
         print(f"{split:<6}{n_documents:>12,}{n_bytes:>18,}{n_tokens:>18,}")
     if "xz_bits_per_byte" in meta:
         print(f"xz -9 needs {meta['xz_bits_per_byte']:.3f} bits per byte of val")
+
+
+def print_next(config: str, *flags: str) -> None:
+    """Print the command that trains on a finished dataset, as it runs from the current folder."""
+    paths = [display_path(ROOT / name) for name in ("train.py", config)]
+    print("next: " + shlex.join(["python", *paths, *flags]))
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -159,9 +159,11 @@ def test_a_file_whose_name_is_not_utf8_is_named_in_what_is_printed(tmp_path):
         (tmp_path / os.fsdecode(name)).write_bytes(name)
     command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path, "--out", tmp_path / "out"]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
-    run = subprocess.run([*command, "--errors=skip"], capture_output=True, text=True, env=strict)
+    run = subprocess.run([*command, "--errors=skip"], capture_output=True, text=True, env=strict, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "caf\\udce9.txt cannot be read" in run.stdout
+    command = f"next: python {ROOT}/train.py {ROOT}/config/baby_llama.py --dataset={tmp_path}/out --out_dir=out/out\n"
+    assert run.stdout.endswith(command), "it does not run from this folder"
 
 
 ICELANDIC = """\

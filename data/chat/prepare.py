@@ -21,7 +21,6 @@ it in the checkpoints. All copies of a conversation go to the same split.
 """
 
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -120,8 +119,7 @@ def main():
     parser.add_argument("--template", type=command.path_argument, help=template_help)
     args = parser.parse_args()
     prepare(**vars(args))
-    dataset = shlex.quote(f"--dataset={args.folder.absolute()}")
-    print(f"next: python train.py config/sft.py --init_from=FOLDER_OF_WEIGHTS {dataset}")
+    command.print_next("config/sft.py", "--init_from=FOLDER_OF_WEIGHTS", f"--dataset={args.folder.absolute()}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ A document goes to validation if the hash of its text is below a threshold, so a
 
 import io
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -160,8 +159,8 @@ def main():
     args = parser.parse_args()
     prepare(**vars(args))
     folder = args.folder.resolve()
-    config = "config/baby_llama.py"  # without a vocab_size, so the model takes the dataset's
-    print("next: " + shlex.join(["python", "train.py", config, f"--dataset={folder}", f"--out_dir=out/{folder.name}"]))
+    # A config without a vocab_size, so the model takes the dataset's.
+    command.print_next("config/baby_llama.py", f"--dataset={folder}", f"--out_dir=out/{folder.name}")
 
 
 if __name__ == "__main__":
