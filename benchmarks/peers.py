@@ -49,6 +49,7 @@ RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LEARNING_RATE = 1e-4
 ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
+NO_SELECTIVE = "Hugging Face has no selective checkpointing"
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 CUDNN_ATTENTION = partial(sdpa_kernel, CUDNN_FIRST, set_priority=True)
 
@@ -304,6 +305,7 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
     """
     import transformers
 
+    assert checkpointing != "selective", NO_SELECTIVE
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -377,6 +379,7 @@ def unsloth_qlora(c: LlamaConfig, checkpointing: str, device, offload=False):
 
     It sizes the chunks of its loss by the free memory, so it is shown what this process may take.
     """
+    assert checkpointing != "selective", NO_SELECTIVE
     card_bytes = torch.cuda.get_device_properties(device).total_memory
     limit = int(card_bytes * torch.cuda.get_per_process_memory_fraction(device))
     torch.cuda.mem_get_info = lambda *args: (limit - torch.cuda.memory_reserved(device), limit)
