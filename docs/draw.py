@@ -17,7 +17,7 @@ import torch
 from benchmarks.trainers import llama_config
 from model import Llama, LlamaConfig
 from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY
-from runtime.memory import GIB, Part, RunShape, Step, phases
+from runtime.memory import GIB, Part, RunShape, Step, n_params, phases
 
 FOLDER = Path(__file__).parent
 RUN = RunShape(batch_size=8)  # sequences of 2,048 tokens, in bfloat16
@@ -133,7 +133,10 @@ def timeline(c: LlamaConfig) -> list[tuple[str, float, list[Part]]]:
     points.append(("loss", loss, by_phase["the loss, at the end of forward"]))
     points += [("backward", 2 * block, by_phase[f"backward of block {k}"]) for k in range(c.n_layer, 0, -1)]
     total = sum(flops for _, flops, _ in points)
-    return [*points, ("update", 0.1 * total, by_phase["reduction of the embedding"])]
+    # not one of memory.py's phases, since it cannot be the peak: what is always there, and all gradients
+    always = [part for part in by_phase["reduction of the embedding"] if part.name != "gradients"]
+    gradients = Part("gradients", RUN.compute_dtype.itemsize * n_params(c), "")
+    return [*points, ("update", 0.1 * total, [*always, gradients])]
 
 
 def draw_step(c: LlamaConfig):
