@@ -396,6 +396,7 @@ def _refuse_unknown(folder, known: set[str], reads_states: bool) -> None:
         name
         for name, info in folder.tensors.items()
         if name not in known and not name.startswith(("lower_half.", "master."))
+        if not name.endswith("rotary_emb.inv_freq")  # older files have what config.json says, too
         if reads_states or not info.file.startswith("optimizer")
     ]
     if unknown:

@@ -235,6 +235,11 @@ def holds(name, change, source=None):
     return change_tensor
 
 
+def test_the_frequencies_of_rope_in_older_files_are_left_out(theirs):
+    holds("model.layers.0.self_attn.rotary_emb.inv_freq", lambda q: 0 * q[0], Q)(theirs)
+    assert_same_model(theirs, theirs)
+
+
 WEIGHTS = "model.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
