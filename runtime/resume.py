@@ -74,33 +74,18 @@ def claim(out_dir: str) -> TextIO | None:
 
 @stop_on_error()
 def find_start(out_dir: str, init_from: str) -> Folder | None:
-    """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch."""
-    checkpoint = from_rank_0(lambda: newest(out_dir))  # a network file system may show another rank an older one
-    if checkpoint:  # check_start() compares what init_from names with what that run began with
-        is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
-        if init_from == "scratch" and not is_restart:
-            advice = "--init_from=resume continues it, or name another --out_dir"
-            stop(f"{checkpoint} is left from an earlier run: {advice}")
-        return newest_undamaged(out_dir)
-    if init_from == "resume":
-        stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
-    if init_from in NO_FOLDERS:
-        return None
-    path = Path(init_from).expanduser()
-    path = path if is_model(path) else from_rank_0(lambda: newest(path))
-    if path is None:
-        expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-        stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
-    folder = open_folder(path)
-    verify(folder)
-    return folder
+    """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch.
 
-
-def newest_undamaged(out_dir: str) -> Folder:
-    """Open the newest checkpoint that is what was saved. Those that are not are renamed; the last one ends the run."""
+    A checkpoint that is not what was saved is renamed, but the last one ends the run.
+    """
     start_time = time.perf_counter()
-    while True:
-        path = from_rank_0(lambda: newest(out_dir))
+    saved = from_rank_0(lambda: checkpoints(out_dir))  # a network file system may show another rank fewer
+    if not saved:
+        return _find_weights(out_dir, init_from)
+    is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
+    if init_from == "scratch" and not is_restart:  # check_start() compares a folder with what that run began with
+        stop(f"{saved[-1]} is left from an earlier run: --init_from=resume continues it, or name another --out_dir")
+    for path in reversed(saved):
         try:
             folder = open_folder(path, ("model", "optimizer"))
             if folder.run is None:
@@ -108,11 +93,25 @@ def newest_undamaged(out_dir: str) -> Folder:
             verify(folder)
             return folder._replace(resume_seconds=time.perf_counter() - start_time)
         except Damaged as error:
-            if from_rank_0(lambda: len(checkpoints(out_dir))) == 1:
-                # It keeps its name, so that no new run starts in its folder.
+            if path == saved[0]:  # it keeps its name, so that no new run starts in its folder
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
+
+
+def _find_weights(out_dir, init_from):
+    if init_from == "resume":
+        stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
+    if init_from in NO_FOLDERS:
+        return None
+    path = Path(init_from).expanduser()
+    path = from_rank_0(lambda: path if is_model(path) else newest(path))
+    if path is None:
+        expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
+        stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
+    folder = open_folder(path)
+    verify(folder)
+    return folder
 
 
 @stop_on_error()

@@ -203,20 +203,17 @@ def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: Lla
 def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
     """The weight, and what the master has beyond it. Both are computed when they are written, one at a time."""
     master = rows.tensor
-    if dtype == torch.bfloat16:
-        weight = rows._replace(dtype=dtype, tensor=lambda: _halves(master)[0])
-        rest = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=lambda: _halves(master)[1])
-    else:
-        weight = rows._replace(dtype=dtype, tensor=lambda: master.to(dtype))
-        rest = rows._replace(name=f"master.{rows.name}")
+
+    def half(i):
+        halves = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+        split_halves(master, *halves)
+        return halves[i]
+
+    if dtype != torch.bfloat16:
+        return rows._replace(dtype=dtype, tensor=lambda: master.to(dtype)), rows._replace(name=f"master.{rows.name}")
+    weight = rows._replace(dtype=dtype, tensor=partial(half, 0))
+    rest = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=partial(half, 1))
     return weight, rest
-
-
-def _halves(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    upper = torch.empty_like(master, dtype=torch.bfloat16)
-    lower = torch.empty_like(master, dtype=torch.int16)
-    split_halves(master, upper, lower)
-    return upper, lower
 
 
 # ----------------------------------------------------------------------------------------------------------------------
