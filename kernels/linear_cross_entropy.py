@@ -44,7 +44,7 @@ from .launch import (
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
 # tokens per chunk take 3% more time and 437 MiB less; 1,024 take 12% and 512 take 35% more time and save no more, since
-# the peak is then in backward, with dW in fp32 and rounded.
+# the peak is then in backward, with dW in fp32 and rounded (benchmarks/records/kernels.json).
 LOGITS_BYTES = 2**30
 PLAIN_LOGITS = 2**24  # without Triton: logits held at once, 64 MiB in fp32
 
