@@ -125,8 +125,9 @@ FULL = {"attention": "sdpa", "kernels": "blocks", "activation_checkpointing": "f
 
 
 @no_gpu
-def test_step_in_groups_of_sequences_holds_what_the_estimate_says(monkeypatch):
-    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 4)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_step_in_groups_of_sequences_holds_what_the_estimate_says(monkeypatch, groups):
+    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: groups)
     check_step(replace(TINY, n_layer=1, vocab_size=16, block_size=8), RunShape(4, **FULL), update=False)
 
 
