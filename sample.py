@@ -21,7 +21,7 @@ import torch
 
 from configurator import configure
 from data.chat.template import encode_prompt
-from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
+from data.tokenizer import doc_start_of, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
 from runtime.check_settings import limit_problem
 from runtime.checkpoint import Folder, load_model, newest_model, open_folder
@@ -77,7 +77,7 @@ def named_tokenizer(folder: Folder) -> Tokenizer:
     """The tokenizer of --tokenizer. Like the folder's own, it begins a document as the model has learned it."""
     named = get_tokenizer(os.path.expanduser(tokenizer))
     if named.bos is None:
-        named.bos = folder.config.get(DOC_START)
+        named.bos = doc_start_of(folder.config)
     return named
 
 

@@ -102,7 +102,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode = encode_text) -> dict:
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode) -> dict:
     tokens = {split: [] for split in SPLITS}
     masks = {split: [] for split in SPLITS}
     counts = {split: Counter() for split in SPLITS}

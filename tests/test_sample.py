@@ -48,6 +48,9 @@ def test_a_copied_folder_samples_the_same_text_as_its_checkpoint(draw, alone, tm
     assert text == draw(out_dir=folder)[0]
     edit_config(folder, nanocria_tokenizer=None)
     assert draw(out_dir=folder)[0].startswith("def ")  # by its tokenizer.json
+    edit_config(folder, nanocria_doc_start="a")
+    for tokenizer in ("bytes", None):
+        assert "expected a token's id" in draw(out_dir=folder, tokenizer=tokenizer)[1]
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer.json or tokenizer.model in" in draw(out_dir=folder)[1]
 

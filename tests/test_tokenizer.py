@@ -6,7 +6,7 @@ import pytest
 import requests
 import tiktoken
 
-from data.encode import encode_batch
+from data.encode import encode_batch, encode_text
 from data.tiktoken_files import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, bytes_encoding
 from data.tokenizer import Tiktoken, get_tokenizer
 from tests.datasets import TEXTS
@@ -103,6 +103,6 @@ def test_million_consecutive_blanks_are_tokenized():
     with pytest.raises(ValueError):
         tokenizer.encode(text)
     tokenizer = Tiktoken(tokenizer)
-    tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
+    tokens, _, counts = encode_batch([("train", text)], tokenizer, encode_text)["train"]
     assert (counts["documents"], counts["bytes"]) == (1, len(text))
     assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
