@@ -54,6 +54,8 @@ def main(argv: list[str]) -> None:
                 main(["sweep", *argv])
     except SettingError as error:  # a user error
         sys.exit(str(error))
+    except ModuleNotFoundError as error:  # of a package that this command alone needs
+        sys.exit(f"{error}: pip install {error.name}")
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def run_script(main: Callable[[], None]) -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may not be UTF-8
     try:
         main()
+    except ModuleNotFoundError as error:  # of a package that this script alone needs
+        sys.exit(f"error: {error}: pip install {error.name}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
