@@ -51,9 +51,10 @@ def encode_documents(
         return
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
     pool = ProcessPoolExecutor(len(first), context, start_worker, (tokenizer, encode))
-    resource_tracker.ensure_running()  # before a worker does: its start unblocks SIGINT
-    # Workers inherit that SIGINT is blocked: Ctrl-C is for this process, and waits until they have started.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    resource_tracker.ensure_running()  # before a worker does: its start unblocks these signals
+    # Workers inherit that they are blocked: Ctrl-C is for this process, and waits until they have started.
+    stopping = (signal.SIGINT, signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     try:
         pending = deque(pool.submit(encode_here, batch) for batch in first)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -66,7 +67,7 @@ def encode_documents(
     except BrokenProcessPool as error:
         raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from error
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])  # again: it would hang
+        signal.pthread_sigmask(signal.SIG_BLOCK, stopping)  # a second one would hang
         pool.shutdown(cancel_futures=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -79,6 +80,7 @@ def start_worker(tokenizer: Tokenizer, encode: Encode) -> None:
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker that starts late has not inherited that it is blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # by which a pool ends the others when one has died
     WORKER.update(tokenizer=tokenizer, encode=encode)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
