@@ -149,23 +149,6 @@ def test_state_per_parameter_is_what_the_memory_estimate_counts(place, dtype, ru
     assert expected is None or total == expected * model.n_params()
 
 
-@pytest.mark.parametrize("place", [OnDevice, OnCPU])
-def test_frozen_parameters_have_no_state_and_do_not_change(place):
-    model = llama()
-    frozen = {name: p for name, p in model.named_parameters() if "mlp" in name}
-    before = {name: p.requires_grad_(False).clone() for name, p in frozen.items()}
-    optimizer = place(model, AdamW(), grad_clip=1.0)
-    tokens = torch.arange(8)[None]
-    first = model(tokens, tokens)
-    first.backward()
-    assert optimizer.step(lr=0.01).isfinite()
-    assert model(tokens, tokens) < first
-    assert all(torch.equal(p, before[name]) for name, p in frozen.items())
-    assert not [name for name, _ in optimizer.tensors() if ".mlp." in name] and not optimizer.parameters.keys() & frozen
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        place(model.requires_grad_(False), AdamW())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Every rule. test_kernels_adamw.py tests the kernels; test_muon.py and test_galore.py the formulas
 
