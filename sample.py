@@ -21,10 +21,9 @@ import torch
 
 from configurator import configure
 from data.chat.template import encode_prompt
-from data.tokenizer import doc_start_of, get_tokenizer, tokenizer_of
-from data.vocabulary import Tokenizer
+from data.tokenizer import get_tokenizer, set_doc_start, tokenizer_of
 from runtime.check_settings import limit_problem
-from runtime.checkpoint import Folder, load_model, newest_model, open_folder
+from runtime.checkpoint import load_model, newest_model, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file
 from runtime.generate import begin_document, generate_text
@@ -71,14 +70,6 @@ if sum(map(bool, (prompt, chat, evaluate))) > 1:
     sys.exit("--prompt, --chat and --evaluate exclude each other: give one of them")
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
-
-
-def named_tokenizer(folder: Folder) -> Tokenizer:
-    """The tokenizer of --tokenizer. Like the folder's own, it begins a document as the model has learned it."""
-    named = get_tokenizer(os.path.expanduser(tokenizer))
-    if named.bos is None:
-        named.bos = doc_start_of(folder.config)
-    return named
 
 
 def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
@@ -129,7 +120,8 @@ def converse(messages: list[dict]) -> None:
 try:
     newest = newest_model(Path(out_dir))
     folder = open_folder(newest)
-    tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
+    tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
+    set_doc_start(tokenizer, folder.config)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # fail early without a usable template

@@ -71,8 +71,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     config = read_object(folder, "config.json") or read_object(folder, "base_config.json")
     if not meta:
         tokenizer = read_tokenizer(folder, read_files(folder, FILES), config.get("nanocria_tokenizer"), config)
-        if tokenizer.bos is None:
-            tokenizer.bos = doc_start_of(config)
+        set_doc_start(tokenizer, config)
         return tokenizer
     meta = check_meta(meta, folder / "meta.json")
     tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], config)
@@ -101,16 +100,17 @@ def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, conf
     return tokenizer
 
 
-def doc_start_of(config: dict) -> int | None:
-    """What precedes a prompt of a model whose tokenizer has no bos, in config.json.
+def set_doc_start(tokenizer: Tokenizer, config: dict) -> None:
+    """Let a tokenizer without a bos begin a document as config.json says that its model has learned it.
 
     A model trained from scratch saw each text start after the end_of_text of another. Published weights did not, and a
-    finetune leaves their prompts as they were: None.
+    finetune leaves their prompts as they were: null.
     """
     doc_start = config.get(DOC_START)
     if doc_start is not None and not is_id(doc_start):
         raise ValueError(f"config.json has {doc_start!r:.40} as {DOC_START}: expected a token's id, or null")
-    return doc_start
+    if tokenizer.bos is None:
+        tokenizer.bos = doc_start
 
 
 def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:

@@ -16,7 +16,7 @@ import torch
 
 from data.chat.template import encode_prompt
 from data.loader import Blocks
-from data.tokenizer import doc_start_of, tokenizer_of
+from data.tokenizer import set_doc_start, tokenizer_of
 from data.vocabulary import TextStream, Tokenizer
 from model import KVCache, Llama, rope_tables
 from runtime.device import CUDAGraph, send_to_cpu
@@ -206,8 +206,7 @@ class Sampler:
             self.tokenizer = tokenizer_of(data.tokens.folder)
         except ImportError as error:
             raise ValueError(f"sample_prompt needs the data's tokenizer: {error}") from error
-        if self.tokenizer.bos is None:
-            self.tokenizer.bos = doc_start_of(json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
+        set_doc_start(self.tokenizer, json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
         if self.is_chat:
             self.ids = encode_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
         else:
