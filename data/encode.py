@@ -42,7 +42,10 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], 
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode = encode_text
 ) -> Iterator[dict]:
-    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
+    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order.
+
+    OSError if a worker is killed, but not halfway through writing a result: the pool then waits for its other half.
+    """
     waiting = batches(documents)
     first = list(islice(waiting, workers))
     if len(first) < 2:
