@@ -7,13 +7,13 @@ for encoded in encode_documents([("train", "some text"), ("val", "more text")], 
 import multiprocessing
 import os
 import signal
-import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -25,7 +25,6 @@ BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the han
 
 Document = tuple[str, str]  # (split, text)
 Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
-WORKER = {}  # in a worker process: its tokenizer and its encode
 
 
 def cpu_cores() -> int:
@@ -44,7 +43,8 @@ def encode_documents(
 ) -> Iterator[dict]:
     """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order.
 
-    OSError if a worker is killed, but not halfway through writing a result: the pool then waits for its other half.
+    Each worker has its own pipe, and they take turns: so the results come in order, and one that is killed, even
+    halfway through a result, is noticed. (A pool of the standard library would wait for the other half forever.)
     """
     waiting = batches(documents)
     first = list(islice(waiting, workers))
@@ -53,43 +53,61 @@ def encode_documents(
             yield encode_batch(batch, tokenizer, encode)
         return
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
-    pool = ProcessPoolExecutor(len(first), context, start_worker, (tokenizer, encode))
+    processes = []
+    pipes = deque()
     resource_tracker.ensure_running()  # before a worker does: its start unblocks these signals
     # Workers inherit that they are blocked: Ctrl-C is for this process, and waits until they have started.
-    stopping = (signal.SIGINT, signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try:
-        pending = deque(pool.submit(encode_here, batch) for batch in first)
+        for _ in first:
+            pipe, workers_end = context.Pipe()
+            process = context.Process(target=work, args=(workers_end,), daemon=True)
+            process.start()
+            workers_end.close()
+            processes.append(process)
+            pipes.append(pipe)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for batch in waiting:
-            pending.append(pool.submit(encode_here, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from error
+        for pipe, batch in zip(pipes, first, strict=True):
+            with worker_alive():
+                pipe.send((tokenizer, encode))
+                pipe.send(batch)
+        for batch in chain(waiting, [None] * len(first)):  # None: no batch is left, only the last results
+            pipe = pipes.popleft()
+            with worker_alive():
+                encoded = pipe.recv()
+                if batch:
+                    pipe.send(batch)
+            if isinstance(encoded, Exception):
+                raise encoded
+            pipes.append(pipe)
+            yield encoded
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, stopping)  # a second one would hang
-        pool.shutdown(cancel_futures=True)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for process in processes:
+            process.terminate()
 
 
-def start_worker(tokenizer: Tokenizer, encode: Encode) -> None:
-    """Prepare a worker process: Ctrl-C is for the parent, and if that is killed, the worker ends, too."""
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker that starts late has not inherited that it is blocked
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # by which a pool ends the others when one has died
-    WORKER.update(tokenizer=tokenizer, encode=encode)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+@contextmanager
+def worker_alive():
+    """Where a pipe is used: say so if its other end is gone."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise OSError("a worker process died, perhaps out of memory: try fewer --workers") from error
 
 
-def encode_here(batch: list[Document]) -> dict:
-    return encode_batch(batch, **WORKER)
+def work(pipe: Connection) -> None:
+    """The loop of a worker process: encode batches until the parent exits."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the parent's terminate()
+    with suppress(EOFError, ConnectionError):
+        tokenizer, encode = pipe.recv()
+        while True:
+            batch = pipe.recv()
+            try:
+                encoded = encode_batch(batch, tokenizer, encode)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                encoded = error
+            pipe.send(encoded)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
