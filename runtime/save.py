@@ -234,15 +234,15 @@ def write_folder(
     """
     headers = {stem: _header(rows) for stem, rows in tensors.items()}
     model = min(tensors)  # "model" or "adapter_model", before "optimizer"
+    small = hf_files | {f"{model}.safetensors.index.json": _index(model, tensors[model])}
 
     def create():
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in hf_files.items():
+        for name, content in small.items():
             _write_file(folder / name, content)
-        _write_file(folder / f"{model}.safetensors.index.json", _index(model, tensors[model]))
         for stem, (header, _, n_bytes) in headers.items():
             _write_file(folder / f"{stem}.safetensors", header, n_bytes)
-        return {path.name: piece_ends(path) for path in sorted(folder.iterdir())}
+        return {name: piece_ends(folder / name) for name in [*small, *(f"{stem}.safetensors" for stem in headers)]}
 
     ends = from_rank_0(create, group)
     for stem, (_, begins, _) in headers.items():
@@ -365,7 +365,8 @@ def remove_old(out_dir: Path, keep_last: int, keep_best: bool) -> Path | None:
     best = best_of(checkpoints(out_dir)) if keep_best else None
     for old in checkpoints(out_dir)[:-keep_last]:
         if old != best:
-            old.rename(old.with_name(f"{old.name}.old.partial"))  # a half-deleted one must not look complete
+            renamed = f"{old.name}.{time.time_ns()}.old.partial"  # a half-deleted one must not look complete
+            old.rename(old.with_name(renamed))
     remove_partial(out_dir)
     return best
 

@@ -301,6 +301,14 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(tmp
     assert synced == [str(tmp_path)]
 
 
+def test_a_file_left_in_the_folder_is_no_part_of_the_checkpoint(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/.nfs0001").touch()  # deleted, but still open elsewhere: it will vanish
+    write(tmp_path / "x", TINY, whole_states(TINY))
+    digests = json.loads((tmp_path / "x/run.json").read_text())["digests"]
+    assert "model.safetensors" in digests and ".nfs0001" not in digests
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Saved by a run
 
