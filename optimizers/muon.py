@@ -52,7 +52,7 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # for all else; its weight decay is for all
-    momentum: float = 0.95
+    momentum: float = 0.9
 
     def matrix_states(self, name, shape, rows):
         return {"momentum": (shape, torch.float32)}

@@ -36,8 +36,8 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
 
 def formula(w, m, r, g, lr, t, rule):
     """Step t of Muon or NorMuon on one matrix, through its singular values, in float64."""
-    m = 0.95 * m + 0.05 * g
-    u, s, v = torch.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
+    m = 0.9 * m + 0.1 * g
+    u, s, v = torch.linalg.svd(0.1 * g + 0.9 * m, full_matrices=False)
     s = s / s.square().sum().sqrt()
     for a, b, c in POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
