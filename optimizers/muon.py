@@ -1,11 +1,11 @@
-"""Muon for the blocks' matrices: the step is the orthogonalised momentum. Embedding, head and norms keep AdamW.
+"""Muon for the blocks' matrices: the step is the orthogonalised momentum.
 
     m = β m + (1 − β) g      u = (1 − β) g + β m                                                     Nesterov
     O = U Vᵀ of u = U S Vᵀ, about: five times X = a X + (b X Xᵀ + c (X Xᵀ)²) X from X = u / ‖u‖      Polar Express
     w = w − lr · (λ w + 0.2 √max(rows, columns) · O)                       so its RMS is about that of an AdamW step
 
-q, k, v, gate and up count as separate matrices. The learning rate and weight decay are AdamW's. State: m in float32, 4
-bytes per parameter. X is bfloat16 on a GPU.
+q, k, v, gate and up count as separate matrices. State: m in float32, 4 bytes per parameter. X is bfloat16 on a GPU.
+Embedding, head and norms keep AdamW, at twice the matrices' learning rate.
 
 Under FSDP each rank holds some rows of each matrix. In each round every rank owns some matrices: one all-to-all brings
 it their rows, it orthogonalises them whole, another sends the rows of O back. While it computes one round, the rows of
@@ -53,6 +53,7 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # for all else; its weight decay is for all
     momentum: float = 0.9
+    lr_of_others: float = 2.0
 
     def matrix_states(self, name, shape, rows):
         return {"momentum": (shape, torch.float32)}

@@ -71,7 +71,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
     def watch(gradients, lr):
         for name, p in models[1].named_parameters():
             p.grad = gradients[name].clone()
-        adamw.step(lr)
+        adamw.step(2 * lr)
         for name in parts:
             split = gradients[name].double().split(muon.rows[name])
             parts[name] = [formula(*of, g, lr, 100 * lr, rule) for of, g in zip(parts[name], split, strict=True)]
@@ -92,7 +92,8 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     optimizer = OnDevice(ours, Muon())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())
-    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, momentum=0.9,
+                               adjust_lr_fn="match_rms_adamw")
 
     def watch(gradients, lr):
         for name in names:
