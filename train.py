@@ -73,7 +73,7 @@ kernels: Literal["all", "blocks", "none"] = "all"  # blocks: the loss holds all 
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # updates 2-D weights in blocks; all else uses AdamW
+optimizer: Literal["adamw", "muon", "normuon", "soapmuon", "galore"] = "adamw"  # the others: 2-D weights in blocks only
 galore_rank = 128  # galore: columns of the projected gradients
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run

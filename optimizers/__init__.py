@@ -14,6 +14,7 @@ from optimizers.on_device import OnDevice
 from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
+from optimizers.soapmuon import SoapMuon
 from optimizers.state_file import open_state_file
 from runtime.distributed import on_all_ranks, world_size
 from runtime.stream_weights import StreamedWeights
@@ -30,6 +31,8 @@ def rule_of(settings: Mapping) -> Rule:
             return Muon(adamw)
         case "normuon":
             return NorMuon(adamw)
+        case "soapmuon":
+            return SoapMuon(adamw)
         case "galore":
             return GaLore(adamw, settings["galore_rank"])
     raise NotImplementedError(f"optimizer {settings['optimizer']}: give it a case in optimizers/__init__.py")

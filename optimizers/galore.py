@@ -24,14 +24,12 @@ Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). http
 
 import zlib
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Ranks, Shard
+from optimizers.rule import MatrixRule, Ranks, local_rows, times
 
 ITERATIONS = 4  # each shrinks what is left of a smaller singular value by the square of its ratio to a larger one
 
@@ -61,22 +59,12 @@ class GaLore(MatrixRule):
                 for g, q in zip(grad.split(n_rows), bases, strict=True):
                     renew(q, g, scalars[0].isfinite(), seed, ranks)
             if grad.numel():
-                projected = torch.cat([g @ q for g, q in zip(grad.split(n_rows), bases, strict=True)])
+                projected = times(grad, bases, n_rows)
                 n = torch.zeros_like(projected)
                 self.adamw.step_on_device(n, projected, n, moments, adam_scalars)
-                direction = torch.cat([x @ q.T for x, q in zip(n.split(n_rows), bases, strict=True)])
+                direction = times(n, bases.mT, n_rows)
                 scale = (shard.shape[1] / self.rank) ** 0.5
                 sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
-
-
-def local_rows(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
-    """How many of this rank's rows belong to each matrix packed in a weight. FSDP splits like torch.chunk."""
-    n_ranks = dist.get_world_size(group) if group else 1
-    rank = dist.get_rank(group) if group else 0
-    first = -(-shard.shape[0] // n_ranks) * rank
-    # where each matrix begins and ends, counted from this rank's first row, as far as the rank has it
-    bounds = [min(max(row, 0), len(shard.grad)) for row in accumulate(shard.rows, initial=-first)]
-    return [end - begin for begin, end in pairwise(bounds)]
 
 
 def renew(basis: torch.Tensor, grad: torch.Tensor, finite: torch.Tensor, seed: int | None, ranks: Ranks) -> None:

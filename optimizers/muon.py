@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Shard
+from optimizers.rule import MatrixRule, Ranks, Shard
 
 # a, b, c of each iteration, from the paper's algorithm for five: they map singular values of X from 0.001 to 1 to 0.85
 # to 1.14, with a safety factor and a cushion of 0.02. The first is for X / 1.02, which is safely below 1.
@@ -62,32 +62,33 @@ class Muon(MatrixRule):
         kinds = {}  # of equal shapes and packing
         for shard in shards:
             kinds.setdefault((shard.rows, shard.shape[1]), []).append(shard)
-        group = ranks.shard
-        n_ranks = dist.get_world_size(group) if group else 1
+        n_ranks = dist.get_world_size(ranks.shard) if ranks.shard else 1
         rounds = []
         for kind in kinds.values():
             owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # matrices per rank
             n = n_ranks * owned
-            rounds += [self._round(kind[i : i + n], scalars, n_ranks, group) for i in range(0, len(kind), n)]
+            rounds += [self._round(kind[i : i + n], scalars, n_ranks, ranks) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalised, i - 2 received
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
                 next(a_round, None)
 
-    def _round(self, shards: list[Shard], scalars: torch.Tensor, n_ranks: int, group):
+    def _round(self, shards: list[Shard], scalars: torch.Tensor, n_ranks: int, ranks: Ranks):
         """A generator with three stages; rows are in flight between them."""
         n_rows, n_columns = shards[0].shape
         rows = shards[0].rows
         owned = -(-len(shards) // n_ranks)  # matrices per rank
         rank_rows = -(-n_rows // n_ranks)  # rows per rank, as in FSDP
-        x = self._momenta(shards, scalars[0], owned * n_ranks, rank_rows)  # the missing matrices and rows are zeros
-        received, work = exchange(x, group)
+        x = self._directions(
+            shards, scalars[0], owned * n_ranks, rank_rows, ranks
+        )  # missing matrices and rows are zeros
+        received, work = exchange(x, ranks.shard)
         yield
         wait_for(work)
         x = received.view(n_ranks, owned, rank_rows, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
         for matrices in x[:, :n_rows].split(rows, dim=1):
             matrices.copy_(orthogonalize(matrices))
         x = x.view(owned, n_ranks, rank_rows, n_columns).transpose(0, 1).reshape(-1, rank_rows, n_columns)
-        received, work = exchange(x, group)
+        received, work = exchange(x, ranks.shard)
         yield
         wait_for(work)
         side = max(*rows, n_columns)  # k and v have no more rows than columns
@@ -100,7 +101,7 @@ class Muon(MatrixRule):
         """The direction and length of the step at a learning rate of 1, for some rows of O. side: O's longer side."""
         return o, 0.2 * math.sqrt(side)
 
-    def _momenta(self, shards, scale, n: int, rank_rows: int) -> torch.Tensor:
+    def _directions(self, shards, scale, n: int, rank_rows: int, ranks: Ranks) -> torch.Tensor:
         """This rank's rows of u of each matrix, (n, rank_rows, columns), after a step of the momenta."""
         first = shards[0].grad
         dtype = torch.bfloat16 if first.is_cuda else torch.float32
@@ -109,9 +110,14 @@ class Muon(MatrixRule):
         for shard, u in zip(shards, x, strict=False):
             m = shard.states["momentum"]
             g = torch.where(finite, shard.grad.float() * scale, m)  # if not finite, m stays exactly as it is
-            m.lerp_(g, 1 - self.momentum)
-            u[: len(g)] = g.lerp_(m, self.momentum)
+            u[: len(g)] = self.direction(g, shard, finite, ranks)
         return x
+
+    def direction(self, g: torch.Tensor, shard: Shard, finite: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """u for this rank's rows. May overwrite g, which is the momentum if the gradient is not finite."""
+        m = shard.states["momentum"]
+        m.lerp_(g, 1 - self.momentum)
+        return g.lerp_(m, self.momentum)
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):

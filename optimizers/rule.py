@@ -4,6 +4,7 @@ A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py
 `optimizer` and a case in __init__.py. With step_on_cpu and supports_offload = True it also works with --offload.
 """
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -101,3 +102,18 @@ class MatrixRule(Rule):
 
 def is_matrix_of_a_block(name: str, shape: tuple[int, ...]) -> bool:
     return name.startswith("layers.") and len(shape) == 2
+
+
+def local_rows(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
+    """How many of this rank's rows belong to each matrix packed in a weight. FSDP splits like torch.chunk."""
+    n_ranks = dist.get_world_size(group) if group else 1
+    rank = dist.get_rank(group) if group else 0
+    first = -(-shard.shape[0] // n_ranks) * rank
+    # where each matrix begins and ends, counted from this rank's first row, as far as the rank has it
+    bounds = [min(max(row, 0), len(shard.grad)) for row in accumulate(shard.rows, initial=-first)]
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
+def times(x: torch.Tensor, matrices: torch.Tensor, n_rows: list[int]) -> torch.Tensor:
+    """x (rows, C) in parts of n_rows, each multiplied by its own of the matrices (parts, C, D). Returns (rows, D)."""
+    return torch.cat([part @ matrix for part, matrix in zip(x.split(n_rows), matrices, strict=True)])

@@ -69,15 +69,13 @@ def optimizer_problem(s: SimpleNamespace) -> str | None:
         return f"optimizer={s.optimizer} works with offload=none: it has no update on the CPU"
     if s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256):
         return "optimizer_bits=8 quantizes groups of 256 weights: n_embd and ffn_dim must be multiples of 256"
-    if s.optimizer != "galore":
-        return None
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * s.n_embd // s.n_head)  # side of a matrix in a block
-    if s.galore_rank > smallest:
+    if s.optimizer == "galore" and s.galore_rank > smallest:
         return f"galore_rank ({s.galore_rank}) must be at most {smallest}, the smallest side of a matrix"
-    if s.cuda_graph:
-        return "optimizer=galore needs the CPU when it renews its projections: add --cuda_graph=false"
-    if s.dtype == "float16":
-        return "optimizer=galore works with dtype bfloat16 or float32: an overflow would leave it without a projection"
+    if s.optimizer in ("galore", "soapmuon") and s.cuda_graph:
+        return f"optimizer={s.optimizer} needs the CPU when it renews its bases: add --cuda_graph=false"
+    if s.optimizer in ("galore", "soapmuon") and s.dtype == "float16":
+        return f"optimizer={s.optimizer} works with dtype bfloat16 or float32: an overflow would leave no basis"
     return None
 
 

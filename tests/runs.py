@@ -197,7 +197,10 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000,
 
 
 # A line for a script, after which GaLore renews its bases every three steps instead of every 200.
-RENEW_OFTEN = "import functools, optimizers as r; r.GaLore = functools.partial(r.GaLore, interval=3)\n"
+RENEW_OFTEN = (
+    "import functools, optimizers as r\n"
+    "r.GaLore, r.SoapMuon = (functools.partial(rule, interval=3) for rule in (r.GaLore, r.SoapMuon))\n"
+)
 
 
 def machines_of(folder, ranks):

@@ -67,6 +67,7 @@ def alone(tmp_path_factory):
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256, n_layer=1), {}, 1e-4),
     # Of 3 layers one of two ranks owns two; 4 ranks cut through k and v; of a matrix of 6 rows the last rank has none.
     *((ranks, MUON, more, 2e-5) for ranks, more in ((2, {}), (4, {}), (4, HYBRID))),
+    *((ranks, MUON | dict(optimizer="soapmuon"), more, 1e-4) for ranks, more in ((2, {}), (4, HYBRID))),
     *((ranks, GALORE, more, 1e-5) for ranks, more in ((2, {}), (4, HYBRID))),
 ], ids=str)  # fmt: skip
 def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, ranks, settings, changes, tolerance):
@@ -133,6 +134,7 @@ def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path):
     (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
     (4, HYBRID),
     (2, dict(optimizer="normuon")),  # and so muon
+    (2, dict(optimizer="soapmuon")),
     (2, dict(optimizer="galore", galore_rank=8)),
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256, n_layer=1)),
     (2, dict(offload="all", offload_dir="drive")),

@@ -11,6 +11,7 @@ from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
 from optimizers.on_device import OnDevice
+from optimizers.soapmuon import SoapMuon
 from tests.test_optimizers import llama
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -34,10 +35,10 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
     assert found.min() > 0.84 and found.max() < 1.15, found
 
 
-def formula(w, m, r, g, lr, t, rule):
+def formula(w, m, r, g, lr, t, rule, precondition=lambda u: u):
     """Step t of Muon or NorMuon on one matrix, through its singular values, in float64."""
     m = 0.9 * m + 0.1 * g
-    u, s, v = torch.linalg.svd(0.1 * g + 0.9 * m, full_matrices=False)
+    u, s, v = torch.linalg.svd(precondition(0.1 * g + 0.9 * m), full_matrices=False)
     s = s / s.square().sum().sqrt()
     for a, b, c in POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
@@ -85,6 +86,46 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
             assert torch.equal(ours, theirs), name
 
 
+def test_soapmuon_scales_the_momentum_in_the_eigenbasis_of_the_columns(monkeypatch):
+    monkeypatch.setattr("optimizers.soapmuon.WIDEST", 16)
+    model = llama(CONFIG)
+    rule = SoapMuon(interval=2)
+    optimizer = OnDevice(model, rule)
+    matrices = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2}
+    exact = {}  # (name, i): w, m, r of NorMuon; covariance, basis, V
+    for name, p in matrices.items():
+        for i, w in enumerate(p.detach().double().split(optimizer.rows[name])):
+            exact[name, i] = [(w, 0.0, 0.0), 0.0, None, 0.0]
+    step = 0
+
+    def watch(gradients, lr):
+        nonlocal step
+        for (name, i), of in exact.items():
+            g = gradients[name].double().split(optimizer.rows[name])[i]
+            weight, covariance, q, v = of
+            covariance = 0.95 * covariance + 0.05 * g.T @ g
+            eye = torch.eye(len(covariance), dtype=torch.float64)
+            damped = covariance + 1e-2 * covariance.trace() / len(eye) * eye
+            if step == 0:
+                q = eye
+            for _ in range({0: 10, 2: 1, 4: 1}.get(step, 0)):
+                q = torch.linalg.qr(damped @ q).Q
+            v = 0.95 * v + 0.05 * (g @ q) ** 2
+            scale = v.sqrt() + 1e-3 * v.mean(1, keepdim=True).sqrt()
+            if g.shape[1] > 16:
+                weight = formula(*weight, g, lr, step + 1, rule)
+            else:
+                weight = formula(*weight, g, lr, step + 1, rule, lambda u, q=q, scale=scale: (u @ q / scale) @ q.T)
+            of[:] = weight, covariance, q, v
+        step += 1
+
+    train_on_random_gradients(model, optimizer, n_steps=5, watch=watch)
+    for name, p in matrices.items():
+        expected = torch.cat([exact[name, i][0][0] for i in range(len(optimizer.rows[name]))])
+        torch.testing.assert_close(p.double(), expected, rtol=1e-3, atol=1e-4)
+        assert ("basis" in optimizer.states[name]) == (p.shape[1] <= 16)
+
+
 def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     models = [llama(CONFIG), llama(CONFIG)]
@@ -92,8 +133,9 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     optimizer = OnDevice(ours, Muon())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())
-    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, momentum=0.9,
-                               adjust_lr_fn="match_rms_adamw")
+    pytorch = torch.optim.Muon(
+        [layer[name] for name in names], weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
 
     def watch(gradients, lr):
         for name in names:

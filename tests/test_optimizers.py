@@ -19,6 +19,7 @@ from optimizers.on_cpu import OnCPU
 from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
+from optimizers.soapmuon import SoapMuon
 from runtime.device import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.save import rows_to_save
@@ -157,7 +158,7 @@ IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
 MUON = dict(optimizer="muon")
 GALORE = dict(optimizer="galore", galore_rank=4)
 
-RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1)]
+RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), SoapMuon(interval=1), GaLore(rank=4, interval=1)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=type)
@@ -187,6 +188,7 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     (MUON, (2, 1), {"optimizer": "adamw"}),
     (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), {"optimizer": "adamw"}),
     (dict(optimizer="normuon"), (2, 2), MUON),
+    (dict(optimizer="soapmuon"), (2, 5), dict(optimizer="normuon")),
     (GALORE, (2, 3), {"galore_rank": 2}),
     (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), {"galore_rank": 2}),
     *((settings, (2, 2), {"n_layer": 3}) for settings in (
@@ -197,6 +199,7 @@ def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another(
     train, tmp_path, monkeypatch, capsys, settings, n_states, other
 ):
     monkeypatch.setattr("optimizers.GaLore", functools.partial(GaLore, interval=3))
+    monkeypatch.setattr("optimizers.SoapMuon", functools.partial(SoapMuon, interval=3))
     states = train(**settings, keep_last=5)["optimizer"].states
     assert n_states == tuple(len(states[name]) for name in ("tok_embeddings.weight", "layers.0.mlp.down_proj.weight"))
     whole = losses(tmp_path / "out")

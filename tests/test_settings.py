@@ -18,6 +18,8 @@ CASES = [  # flags; what the sentence names, None if they are accepted; the rank
     ("--optimizer=galore --galore_rank=33", "galore_rank"),
     ("--optimizer=galore --galore_rank=8 --cuda_graph=true", "cuda_graph=false"),
     ("--optimizer=galore --galore_rank=8 --dtype=float16", "galore"),
+    ("--optimizer=soapmuon --cuda_graph=true", "cuda_graph=false"),
+    ("--optimizer=soapmuon --dtype=float16", "soapmuon"),
     ("--offload_activations=true --compile=true", "--compile=false"),
     ("--offload_dir=states", "--offload=optimizer"),
     ("--mask_documents=true --attention=sdpa", "mask_documents"),
