@@ -1,6 +1,6 @@
 # A baby Llama that learns Python from Python's own standard library, byte by byte. It prepares the data by itself.
 #   python train.py config/baby_llama.py                                      # minutes on two CPU cores
-#   python train.py config/baby_llama.py --batch_size=256 --max_iters=1200    # under a minute on an H200
+#   python train.py config/baby_llama.py --batch_size=256                    # under a minute on an H200
 #   python sample.py --out_dir=out/baby_llama --prompt="def main("
 out_dir = "out/baby_llama"
 dataset = "pystdlib"
@@ -18,13 +18,13 @@ cuda_graph = True  # on a GPU its step is hundreds of launches of a few microsec
 
 batch_size = 8
 block_size = 256
-max_iters = 1400
+max_iters = 1200
 warmup_iters = 20
 optimizer = "normuon"  # on a CPU a step takes as long as with AdamW, which ends 0.17 bits per byte higher
 learning_rate = 4e-3  # small models take large steps
 lr_schedule = "linear"
 min_lr = 0.0
 
-eval_interval = 700
+eval_interval = 600
 eval_iters = 400  # all of the validation bytes, so that the loss is comparable with xz's
 log_interval = 100
