@@ -126,6 +126,17 @@ def test_soapmuon_scales_the_momentum_in_the_eigenbasis_of_the_columns(monkeypat
         assert ("basis" in optimizer.states[name]) == (p.shape[1] <= 16)
 
 
+def test_rows_without_a_gradient_stay_finite():
+    for rule in (Muon(), NorMuon(), SoapMuon()):
+        model = llama(CONFIG)
+        optimizer = OnDevice(model, rule)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+            p.grad[1:3] = 0.0
+        optimizer.step(lr=0.01)
+        assert all(x.isfinite().all() for x in optimizer.tensors().values()), rule
+
+
 def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     models = [llama(CONFIG), llama(CONFIG)]
