@@ -1,6 +1,6 @@
 # A baby Llama that learns Python from Python's own standard library, byte by byte. It prepares the data by itself.
 #   python train.py config/baby_llama.py                                      # minutes on two CPU cores
-#   python train.py config/baby_llama.py --batch_size=256                    # under a minute on an H200
+#   python train.py config/baby_llama.py --batch_size=256                     # under a minute on an H200
 #   python sample.py --out_dir=out/baby_llama --prompt="def main("
 out_dir = "out/baby_llama"
 dataset = "pystdlib"
