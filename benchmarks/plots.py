@@ -24,7 +24,7 @@ STYLES = {  # by the longest beginning of a trainer's name: color, dashes
 }  # fmt: skip
 MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
 LINUX = {  # record -> label, color: the best run of each optimizer
-    "linux_114m": ("AdamW", BLUE), "linux_114m_muon_w20": ("Muon", RED), "linux_114m_normuon": ("NorMuon", ORANGE),
+    "linux_114m": ("AdamW", BLUE), "linux_114m_muon_w20": ("Muon", ORANGE), "linux_114m_soapmuon": ("SoapMuon", RED),
 }  # fmt: skip
 SHOWN = {  # of the study, in README.md -> where its label stands: at which batch, offset in points, alignment
     "nanocria": (64, (-12, 0), "right"), "nanocria-long": (1792, (0, 16), "right"),
