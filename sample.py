@@ -135,7 +135,7 @@ try:
     else:
         # echo and editors add the final newline
         write_continuations(sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
-except (ImportError, OSError, ValueError) as error:
+except (OSError, ValueError) as error:
     sys.exit(str(error))
 except (EOFError, KeyboardInterrupt):
     print()

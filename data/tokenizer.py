@@ -18,6 +18,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
 from configurator import did_you_mean
 from data.files import how_to_fetch, parse_object, read_small
 from data.meta import FILES, check_meta
@@ -38,7 +41,7 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer with this name, or in this folder or file.
 
     Raises ValueError for an unknown name or a damaged file; FileNotFoundError, saying how to get the files, if they are
-    missing and cannot be downloaded; ImportError without the package that reads them.
+    missing and cannot be downloaded.
     """
     if name == "bytes":
         return Tiktoken(bytes_encoding())
@@ -119,9 +122,6 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     Fewer if the texts have fewer pairs. ValueError if n_vocab is below 257. It cuts a text as gpt2 does, and so has the
     same ids in transformers.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     end_of_text = END_OF_TEXT_NAMES[0]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if n_vocab <= len(alphabet):
@@ -176,7 +176,7 @@ def files_to_save(weights: Path | None, data: Path | None, meta: dict, name: str
     if data:
         files = replace_files(files, dataset_files(data, meta))
     if "tokenizer.json" not in files:
-        with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
+        with contextlib.suppress(OSError, ValueError):  # the tokenizer is not on this machine
             files = tokenizer_of(data or weights).hf_files() | files
     if name == "llama3" and "tokenizer.json" in files:
         files.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
@@ -200,7 +200,7 @@ def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = No
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:
-    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; written_as if it cannot be read."""
+    """The name of the tokenizer in a folder's tokenizer.json; written_as if it cannot be read."""
     with contextlib.suppress(OSError, *MALFORMED):
         return name_of_json(read_object(folder, "tokenizer.json"), written_as)
     return written_as

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tiktoken
+import tokenizers
 
 from data.tiktoken_files import SPECIAL_TOKENS, json_of_encoding
 
@@ -109,10 +110,6 @@ class HuggingFace(Tokenizer):
     def __init__(self, path: Path, files: dict[str, bytes], options: dict, eos: Iterable, bos: int | None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker has an idle thread per core
         try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(f"{path} needs a package ({error}): pip install tokenizers") from error
-        try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             ids = self.backend.get_vocab(with_added_tokens=True)
             self.mark_special(options, ids)
@@ -133,11 +130,9 @@ class HuggingFace(Tokenizer):
         """Make the tokens special that tokenizer_config.json names, as transformers does. Tokens that are not in the
         vocabulary stay out: the weights have no rows for them.
         """
-        from tokenizers import AddedToken
-
         added = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
         names = [name for name in named_tokens(options).values() if name in ids]
-        self.backend.add_special_tokens([added.get(name) or AddedToken(name) for name in names])
+        self.backend.add_special_tokens([added.get(name) or tokenizers.AddedToken(name) for name in names])
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8

@@ -202,10 +202,7 @@ class Sampler:
         if prompt is None:
             return
         self.is_chat = bool(data.tokens.masks)
-        try:
-            self.tokenizer = tokenizer_of(data.tokens.folder)
-        except ImportError as error:
-            raise ValueError(f"sample_prompt needs the data's tokenizer: {error}") from error
+        self.tokenizer = tokenizer_of(data.tokens.folder)
         set_doc_start(self.tokenizer, json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
         if self.is_chat:
             self.ids = encode_prompt(self.tokenizer, [{"role": "user", "content": prompt}])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.tokenizer import get_tokenizer
+from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
 from data.write import write_dataset
 
@@ -20,12 +20,13 @@ def toy_dataset(folder, train=("first", "second"), val=("third",), **options):
 
 
 def documents_of(folder, split):
-    """The texts of a dataset of bytes, read back."""
+    """The texts of a dataset, read back."""
     tokens = Tokens(folder, split)
     ids = np.concatenate([shard[:] for shard in tokens.shards])
     ends = np.flatnonzero(ids == tokens.meta["end_of_text"])
     assert ends[-1] == len(ids) - 1, "the last document is not ended by end-of-text"
-    return [part[part < 256].astype(np.uint8).tobytes().decode() for part in np.split(ids, ends + 1)[:-1]]
+    decode = tokenizer_of(folder).decode
+    return [decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
 
 
 def texts_of(folder):
