@@ -50,6 +50,8 @@ def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(std
     assert texts_of(tmp_path / "out") == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
     assert 1 <= len(val) <= 40
     assert meta["val_bytes"] == sum(map(len, val))
+    learned = train_tokenizer(documents_of(tmp_path / "out", "train"), pystdlib.N_VOCAB)
+    assert meta["tokenizer"] == learned.name, "the tokenizer has seen the validation files"
     assert meta["script"] == "data/pystdlib/prepare.py"
     pystdlib.prepare(tmp_path / "again", stdlib)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
@@ -67,6 +69,8 @@ def test_pystdlib_script_runs_from_any_folder(tmp_path):
     meta = Tokens(tmp_path / "here", "val").meta
     assert meta["train_bytes"] > 5e6, f"{meta['train_bytes']:,} bytes of training text: where is the standard library?"
     assert 2e5 < meta["val_bytes"] < 2e6
+    assert meta["vocab_size"] == 2048
+    assert meta["val_bytes"] > 3 * meta["val_tokens"]
     assert 1.5 < meta["xz_bits_per_byte"] < 2
 
 
