@@ -18,6 +18,7 @@ from benchmarks.settings import ROOT
 from benchmarks.timing import mark, own_device
 from configurator import preview
 from data.loader import open_dataset
+from data.pystdlib.prepare import N_VOCAB
 from model import Llama, LlamaConfig
 from runtime import memory_stats
 from runtime.device import peak_flops
@@ -52,7 +53,7 @@ TRAINERS = NANOCRIA | PEERS
 def llama_config(path: str, **changes) -> LlamaConfig:
     """The model that a config file of train.py describes, with pystdlib's vocabulary if the file does not set one."""
     settings = preview(ROOT / "train.py", [str(ROOT / path)]) | changes
-    settings["vocab_size"] = settings["vocab_size"] or 257
+    settings["vocab_size"] = settings["vocab_size"] or N_VOCAB
     return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
 
 

@@ -17,7 +17,7 @@ from runtime.checkpoint import load_model
 from tests.runs import step_losses, wait_until, write_config
 
 HEAD = {"command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}}
-SIZES = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=257)
+SIZES = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=2048)
 
 
 # --- Processes ---

@@ -159,7 +159,7 @@ if trainers.RANK == 0:
 trainers.dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
 """
-SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=257, rope_theta=10000.0)
+SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=2048, rope_theta=10000.0)
 
 
 @pytest.mark.parametrize("trainer, checkpointing, tied, warmup, steps", [
@@ -197,7 +197,7 @@ def point(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole training
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer
     config = tmp_path / "baby.py"
-    changes = "n_layer, vocab_size, device, dtype, galore_rank = 2, 257, 'cpu', 'float32', 32"
+    changes = "n_layer, vocab_size, device, dtype, galore_rank = 2, 2048, 'cpu', 'float32', 32"
     config.write_text((ROOT / "config/baby_llama.py").read_text() + changes)
     return {"steps": 8, "batch": 2, "block": 64, "config": str(config)}
 
