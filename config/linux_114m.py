@@ -5,22 +5,13 @@
 #   python train.py config/linux_114m.py --optimizer=soapmuon --learning_rate=0.0024 --max_iters=552 --warmup_iters=20 \
 #     --out_dir=out/linux_114m_soapmuon                                         # a lower loss from 65% of the tokens
 #   python sample.py --out_dir=out/linux_114m --prompt="static int __init"
+from llama_114m import *  # noqa: F403
+
 out_dir = "out/linux_114m"
 dataset = "linux"
 
-# Llama 3's shape at the width and depth of GPT-2
-n_layer = 12
-n_head = 12
-n_kv_head = 4
-n_embd = 768
-ffn_dim = 2048
-vocab_size = 50304  # gpt2's 50,257, rounded up to a multiple of 64: matmuls of odd widths are slower
-tie_embeddings = True
-rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
-
 # 0.5M tokens per step: 64 x 1024 x 8. A smaller card: half batch_size, double gradient_accumulation_steps
 batch_size = 64
-block_size = 1024
 gradient_accumulation_steps = 8
 max_iters = 850  # 446M tokens of 702M: 13 minutes of an H100
 warmup_iters = 100
