@@ -78,9 +78,8 @@ class Muon(MatrixRule):
         rows = shards[0].rows
         owned = -(-len(shards) // n_ranks)  # matrices per rank
         rank_rows = -(-n_rows // n_ranks)  # rows per rank, as in FSDP
-        x = self._directions(
-            shards, scalars[0], owned * n_ranks, rank_rows, ranks
-        )  # missing matrices and rows are zeros
+        # The missing matrices and rows are zeros.
+        x = self._directions(shards, scalars[0], owned * n_ranks, rank_rows, ranks)
         received, work = exchange(x, ranks.shard)
         yield
         wait_for(work)
