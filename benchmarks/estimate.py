@@ -65,7 +65,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     argv = [str(ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags]
     settings = preview(ROOT / "train.py", argv)
     if settings["vocab_size"] is None:
-        raise SettingError(f"{path} leaves vocab_size to its dataset: add -- --vocab_size=2048, or name another")
+        raise SettingError(f"{path} leaves vocab_size to its dataset: add -- --vocab_size=2048 (pystdlib's)")
     problem = find_problem(settings, world_size)
     if problem:
         raise SettingError(problem)

@@ -23,7 +23,7 @@ STYLES = {  # by the longest beginning of a trainer's name: color, dashes
     "hf-liger": (BLUE, "-"),
 }  # fmt: skip
 MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
-LINUX = {  # record -> label, color: the best run of each optimizer
+LINUX = {  # record -> label, color
     "linux_114m": ("AdamW", BLUE), "linux_114m_muon_w20": ("Muon", ORANGE), "linux_114m_soapmuon": ("SoapMuon", RED),
 }  # fmt: skip
 SHOWN = {  # of the study, in README.md -> where its label stands: at which batch, offset in points, alignment
@@ -144,7 +144,7 @@ def plot_snapshot(record: dict):
 
 
 def plot_linux(record: dict):
-    """Bits per byte of unseen files over tokens: the best run of each optimizer."""
+    """Bits per byte of unseen files over tokens: AdamW, Muon and SoapMuon."""
     figure, axes = plt.subplots(figsize=(WIDTH, 4))
     ends = []
     for name, (label, color) in LINUX.items():
