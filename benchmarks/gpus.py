@@ -5,7 +5,7 @@
     python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens per GPU: a checkpoint every 100 steps, then a resume
                                                 (needs 30 GB in $TMPDIR for a while)
-    python bench.py gpus --measure=optimizers   config/linux_114m.py's step with AdamW, Muon and NorMuon
+    python bench.py gpus --measure=optimizers   config/linux_114m.py's step with AdamW, Muon and its kin
     python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
     python bench.py gpus --measure=8b --trainers=nanocria-zero2,recipe-zero2
 
@@ -42,7 +42,7 @@ POINTS = {  # what to measure -> config, (batch, block, checkpointing) of each, 
                 ["nanocria", "nanocria-zero2", "nanocria-nccl", "recipe", "torchtitan"]),
     "8b": (CONFIG_8B, POINTS_OF_8B, ["nanocria", "recipe"]),
     "optimizers": ("config/linux_114m.py", [(64, 1024, "none")],  # 8 micro-batches per step
-                   ["nanocria-adamw", "nanocria-muon", "nanocria-normuon"]),
+                   ["nanocria-adamw", "nanocria-muon", "nanocria-normuon", "nanocria-soapmuon"]),
 }  # fmt: skip
 SAVE_EVERY = 100  # steps
 CHECKPOINTS = {  # what to measure -> config, (batch, block, checkpointing), steps, settings

@@ -46,6 +46,7 @@ NANOCRIA = {
     "nanocria-adamw": Trainer("nanocria, AdamW", flags=f"--optimizer=adamw {OF_8}"),
     "nanocria-muon": Trainer("nanocria, Muon", flags=f"--optimizer=muon {OF_8}"),
     "nanocria-normuon": Trainer("nanocria, NorMuon", flags=f"--optimizer=normuon {OF_8}"),
+    "nanocria-soapmuon": Trainer("nanocria, SoapMuon", flags=f"--optimizer=soapmuon {OF_8}"),
 }
 TRAINERS = NANOCRIA | PEERS
 
