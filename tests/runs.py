@@ -1,5 +1,6 @@
 """Runs of train.py and their results: shared by the tests that train."""
 
+import contextlib
 import functools
 import gc
 import json
@@ -142,9 +143,12 @@ def finished(runs):
 
 
 def free_port():
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))
-        return port.getsockname()[1]
+    """One that a connection is not given by chance before it is used: Linux takes those from 32,768 upward."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def run_torchrun(ranks, settings, script="train.py", options=()):
