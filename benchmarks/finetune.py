@@ -30,6 +30,7 @@ from data.loader import Packed, open_dataset
 from lora import add_lora
 from model import document_starts
 from runtime.checkpoint import load_model
+from runtime.device import pick_device
 
 # settings
 init_from = ""  # a folder of published weights
@@ -117,7 +118,7 @@ def learning_rate(step: int, steps: int, rate: float) -> float:
 
 def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
     """train_losses() of a peer; on the CPU if there is no GPU."""
-    device = timing.own_device()
+    device = torch.device(pick_device("auto"))
     torch.set_float32_matmul_precision("high")
     train, val = packed_data(dataset, block)
     model = build_peer(trainer, folder, device)
@@ -178,7 +179,7 @@ def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]
 
 def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
     """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
-    device = timing.own_device()
+    device = torch.device(pick_device("auto"))
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     data, _ = packed_data(dataset, block)
     if trainer == "packed":

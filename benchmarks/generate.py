@@ -23,7 +23,7 @@ from benchmarks import runner, settings, timing
 from benchmarks.peers import hf_model
 from benchmarks.trainers import llama_config
 from model import Llama
-from runtime.device import CUDAGraph
+from runtime.device import CUDAGraph, pick_device
 from runtime.generate import decode_step, generate, new_caches, read_prompts
 
 # settings
@@ -40,7 +40,7 @@ ROUNDS = 3  # timed, after one to warm up
 @torch.no_grad()
 def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, copy_tb_s: float) -> dict:
     """On the GPU in bfloat16, or on the CPU in float32. copy_tb_s: the rate of a large copy."""
-    device = timing.own_device()
+    device = torch.device(pick_device("auto"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     c = llama_config(config, block_size=prompt + tokens)
     prompts = torch.randint(c.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()

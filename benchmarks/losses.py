@@ -24,11 +24,10 @@ import torch
 from benchmarks import runner
 from benchmarks.peers import ADAMW, hf_masters, hf_model
 from benchmarks.settings import ROOT, read_settings
-from benchmarks.timing import own_device
 from benchmarks.trainers import NANOCRIA, SEED, batches, llama_config, train_step
 from configurator import preview
 from model import Llama, fill
-from runtime import memory_stats
+from runtime.device import pick_device
 from runtime.hf import hf_rows
 from runtime.loss_plot import read_losses
 
@@ -69,9 +68,7 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
 
 def peer_losses(trainer: str, steps: int, batch: int, block: int, config=runner.CONFIG) -> dict:
     """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
-    device = own_device()
-    if device.type == "cuda":
-        memory_stats.let_segments_grow()
+    device = torch.device(pick_device("auto"))
     torch.set_float32_matmul_precision("high")
     c = llama_config(config, block_size=block)
     settings = preview(ROOT / "train.py", [str(ROOT / config)])

@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -43,10 +42,9 @@ import plain_llama
 from benchmarks.settings import ROOT
 from data.encode import cpu_cores
 from model import LlamaConfig
+from runtime.distributed import local, rank, world_size
 from runtime.hf import write_config
 
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LEARNING_RATE = 1e-4
 ADAMW = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
 NO_SELECTIVE = "Hugging Face has no selective checkpointing"
@@ -66,7 +64,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def randomize(model: nn.Module, device) -> None:
     """Random weights, drawn on the device, each rank for its own part; norms 1."""
     for parameter in model.parameters():
-        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part = local(parameter)
         if parameter.ndim == 1:
             part.fill_(1.0)
         else:
@@ -167,11 +165,11 @@ def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
 
 
 def mesh_of_all_ranks(device: torch.device):
-    store = {"store": dist.HashStore()} if RANKS == 1 else {}  # else torchrun's
+    store = {"store": dist.HashStore()} if world_size == 1 else {}  # else torchrun's
     # gloo beside NCCL: the norm of offloaded gradients is summed on the CPU
     backend, bound = ("cpu:gloo,cuda:nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
-    dist.init_process_group(backend, rank=RANK, world_size=RANKS, **store, **bound)
-    return init_device_mesh(device.type, (RANKS,))
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **store, **bound)
+    return init_device_mesh(device.type, (world_size,))
 
 
 def fsdp_options(device: torch.device) -> dict:
@@ -244,9 +242,9 @@ def torchtitan_03(c: LlamaConfig, checkpointing: str, device):
     run = wrap_with_cuda_graph(forward_backward)
 
     def loss_of(tokens, targets):
-        n_targets = torch.tensor(RANKS * tokens.numel(), device=device)
+        n_targets = torch.tensor(world_size * tokens.numel(), device=device)
         loss = run(tokens, targets, n_targets, {})
-        return (RANKS * loss.detach()).requires_grad_()  # whose backward does nothing more
+        return (world_size * loss.detach()).requires_grad_()  # whose backward does nothing more
 
     return model, loss_of, optimizer
 
@@ -281,7 +279,7 @@ def torchtitan_03_model(c: LlamaConfig, checkpointing: str, device) -> nn.Module
     utils.set_spmd_backend(parallelism.spmd_backend)
     recomputed = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     llama3.parallelize_llama(
-        model, parallel_dims=ParallelDims.from_config(parallelism, RANKS), training=TrainingConfig(),
+        model, parallel_dims=ParallelDims.from_config(parallelism, world_size), training=TrainingConfig(),
         parallelism=parallelism, compile_config=CompileConfig(enable=True), ac_config=recomputed[checkpointing],
         dump_folder="",
     )  # fmt: skip
@@ -443,7 +441,7 @@ def hf_masters(c: LlamaConfig, checkpointing: str, device, liger="", offload=Fal
     with torch.device(device):  # its frequencies are not parameters
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if offload:
-        torch.set_num_threads(max(1, cpu_cores() // RANKS))  # AdamW's
+        torch.set_num_threads(max(1, cpu_cores() // world_size))  # AdamW's
     return model, loss_of, adamw(model)
 
 

@@ -7,7 +7,6 @@ on, and a graph cannot be captured on the default stream.
 """
 
 import math
-import os
 import statistics
 import time
 import warnings
@@ -25,13 +24,6 @@ ROW_MS = 150  # approximate time of all replays of a measurement
 MAX_LAUNCHES = 200  # in a graph: capturing them costs as much host time as launching them
 PROFILES = 5  # for calls that cannot be captured
 REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock drifts, by a few percent between two replays
-
-
-def own_device() -> torch.device:
-    """This rank's GPU, or the CPU if there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def use_side_stream() -> None:

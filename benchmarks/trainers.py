@@ -9,19 +9,18 @@ import itertools
 import statistics
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.peers import LEARNING_RATE, PEERS, RANK, RANKS, Trainer, trained_parameters
+from benchmarks.peers import LEARNING_RATE, PEERS, Trainer, trained_parameters
 from benchmarks.settings import ROOT
-from benchmarks.timing import mark, own_device
+from benchmarks.timing import mark
 from configurator import preview
 from data.loader import open_dataset
 from data.pystdlib.prepare import N_VOCAB
 from model import Llama, LlamaConfig
-from runtime import memory_stats
-from runtime.device import peak_flops
+from runtime.device import peak_flops, pick_device
+from runtime.distributed import all_reduce_max, all_reduce_sum, rank, world_size
 
 SEED = 1337
 PLAIN = "--kernels=none --attention=sdpa"
@@ -81,16 +80,8 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
     A matmul's speed depends on its numbers, and random tokens would give other gradients of the logits.
     """
     text, _ = open_dataset("pystdlib", block, SEED)
-    tokens = text.sequences(0, n_batches * RANKS * batch).unflatten(0, (n_batches, RANKS, batch))
-    return tokens[:, RANK].to(device)
-
-
-def over_ranks(value, op, device) -> float:
-    """Reduce a number, or a scalar on the device, over all ranks."""
-    value = torch.as_tensor(value, device=device)
-    if RANKS > 1:
-        dist.all_reduce(value, op)
-    return value.item()
+    tokens = text.sequences(0, n_batches * world_size * batch).unflatten(0, (n_batches, world_size, batch))
+    return tokens[:, rank].to(device)
 
 
 def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
@@ -110,9 +101,7 @@ def measure(
 
     As in train.py nothing waits for the GPU: it is asked for times and losses at the end.
     """
-    device = own_device()
-    torch.cuda.set_device(device)
-    memory_stats.let_segments_grow()
+    device = torch.device(pick_device("auto"))
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(SEED)
     c = llama_config(config, block_size=block)
@@ -138,13 +127,15 @@ def measure(
         torch.cuda.memory._dump_snapshot(history)
     torch.cuda.synchronize()
     ms = statistics.median(began.elapsed_time(end) for began, end in itertools.pairwise(ends))
-    tok_per_s = RANKS * batch * block / ms * 1000
-    first, last = (over_ranks(loss / RANKS, dist.ReduceOp.SUM, device) for loss in (losses[0], losses[-1]))
+    tok_per_s = world_size * batch * block / ms * 1000
+    first_and_last = torch.stack([losses[0], losses[-1]]) / world_size
+    all_reduce_sum(first_and_last)
+    first, last = (loss.item() for loss in first_and_last)
     if not last < first:  # or NaN
         return {"failed": f"it does not train: its loss went from {first} to {last}"}
-    peak_gib = over_ranks(torch.cuda.max_memory_allocated() / 2**30, dist.ReduceOp.MAX, device)
-    reserved_gib = over_ranks(torch.cuda.max_memory_reserved() / 2**30, dist.ReduceOp.MAX, device)  # CUDA graphs too
+    own_peaks = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    peak_gib, reserved_gib = all_reduce_max(own_peaks)  # reserved: CUDA graphs too
     return {
-        "ms_per_step": ms, "tok_per_s": tok_per_s, "mfu": mfu(c, tok_per_s / RANKS, "lora" in trainer),
+        "ms_per_step": ms, "tok_per_s": tok_per_s, "mfu": mfu(c, tok_per_s / world_size, "lora" in trainer),
         "peak_gib": peak_gib, "reserved_gib": reserved_gib, "first_loss": first, "last_loss": last,
     }  # fmt: skip

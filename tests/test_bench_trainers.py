@@ -123,6 +123,7 @@ import json, os, sys
 sys.path.insert(0, os.getcwd())
 from unittest import mock
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 from benchmarks import peers, trainers
 
@@ -143,20 +144,20 @@ class Mark:
     def elapsed_time(self, later):
         return [9000, 1000, 2000][later.index % 3]
 
-cuda = {name: mock.Mock() for name in ("set_device", "synchronize", "reset_peak_memory_stats")}
-cuda["max_memory_allocated"] = lambda: (2 + trainers.RANK) * 2**30
+cuda = {name: mock.Mock() for name in ("synchronize", "reset_peak_memory_stats")}
+cuda["max_memory_allocated"] = lambda: (2 + trainers.rank) * 2**30
 cuda["get_device_name"] = lambda: "NVIDIA H200"
 with (
     mock.patch.multiple(torch.cuda, **cuda),
     mock.patch.object(torch, "compile", lambda function, **_: function),
-    mock.patch.object(trainers, "own_device", lambda: torch.device("cpu")),
+    mock.patch.object(trainers, "pick_device", lambda _: "cpu"),
     mock.patch.object(trainers, "mark", Mark),
     mock.patch.object(peers, "randomize", randomize),
 ):
     result = trainers.measure(**json.loads(sys.argv[1]))
-if trainers.RANK == 0:
+if trainers.rank == 0:
     print(json.dumps(result), flush=True)
-trainers.dist.barrier()
+dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
 """
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=2048, rope_theta=10000.0)
