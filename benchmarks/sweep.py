@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 
 from benchmarks import runner
-from benchmarks.estimate import resolve
 from benchmarks.peers import PEERS
 from benchmarks.records import Record
 from benchmarks.settings import read_settings
@@ -43,7 +42,6 @@ batches = ""  # for sweep=batch, one,two,...; default: 1 to 112, then doubled un
 contexts = ""  # for sweep=seq; default: 512 to 131,072
 block_size = 1024  # of the batches
 batch_size = 4  # of the contexts
-steps: int | None = None  # to measure; none: 10, fewer if they are long
 out = "out/sweep.json"  # the record; of a preset another
 
 BATCHES = [1, 4, 8, 16, 32, 64, 96, 112, *(112 * 2**k for k in range(1, 12))]
@@ -85,7 +83,7 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
             if trainer in growing:
                 point = point_of(trainer, batch, block, s.checkpointing, s.flags, s)
-                row = record.measure(kind, point, measure_point, **point, steps=s.steps)
+                row = record.measure(kind, point, measure_point, **point)
                 if not is_measured(row):
                     growing.remove(trainer)
 
@@ -94,7 +92,7 @@ def finetune(s: SimpleNamespace, record: Record) -> None:
     for trainers, shapes, checkpointing, flags in FINETUNE:
         for (batch, block), trainer in itertools.product(shapes, trainers):
             point = point_of(trainer, batch, block, checkpointing, [*flags.split(), *s.flags], s)
-            record.measure("batch", point, measure_point, **point, steps=s.steps)
+            record.measure("batch", point, measure_point, **point)
 
 
 def point_of(trainer: str, batch: int, block: int, checkpointing: str, flags: list[str], s: SimpleNamespace) -> dict:
@@ -106,11 +104,11 @@ def point_of(trainer: str, batch: int, block: int, checkpointing: str, flags: li
     }  # fmt: skip
 
 
-def measure_point(flags: str, steps: int | None = None, **point) -> dict:
-    """The measurement at this point, or why there is none. steps: to measure; None: n_steps()."""
-    warmup, usual = n_steps(point["batch"] * point["block"])
+def measure_point(flags: str, **point) -> dict:
+    """The measurement at this point, or why there is none."""
+    warmup, steps = n_steps(point["batch"] * point["block"])
     warmup += "--cuda_graph=true" in flags  # the step that records the graph takes longer
-    return runner.train_steps(**point, steps=steps or usual, warmup=warmup, flags=shlex.split(flags))
+    return runner.train_steps(**point, steps=steps, warmup=warmup, flags=shlex.split(flags))
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
@@ -126,8 +124,6 @@ def main(argv: list[str]) -> None:
     if s.offload != "none":
         s.flags = [f"--offload={s.offload}", *s.flags]
     s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1
-    # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
-    resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     record = runner.start("sweep", s, n_gpus=s.ranks)
     if s.preset == "finetune":
         finetune(s, record)

@@ -133,7 +133,7 @@ def measure(
     first, last = (loss.item() for loss in first_and_last)
     if not last < first:  # or NaN
         return {"failed": f"it does not train: its loss went from {first} to {last}"}
-    own_peaks = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    own_peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = all_reduce_max(own_peaks)  # reserved: CUDA graphs too
     return {
         "ms_per_step": ms, "tok_per_s": tok_per_s, "mfu": mfu(c, tok_per_s / world_size, "lora" in trainer),
