@@ -6,7 +6,6 @@ Arguments after `--` go to train.py:
 """
 
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,15 +27,13 @@ def read_settings(namespace: dict, argv: list[str], for_train_py=False, **lists)
     lists: setting -> the names allowed in its one,two,..., or a function that reads one; such a setting becomes a list.
     --help prints the file's docstring and settings, and exits.
     """
-    end = argv.index("--") if "--" in argv else len(argv)
+    end = argv.index("--") if for_train_py and "--" in argv else len(argv)
     flags = argv[end + 1 :]
     declared, values = read_script(namespace)
     if read_command_line(argv[:end], declared, values, namespace["__file__"]):
         settings = help_text(namespace, declared, values).partition("[--key=value]")[2]
         print(f"{namespace['__doc__'].strip()}\n{settings}")
         sys.exit(0)
-    if flags and not for_train_py:
-        raise SettingError(f"-- {shlex.join(flags)}: this command passes nothing on to train.py, leave them out")
     of_all_trainers = LlamaConfig.__dataclass_fields__ if "trainers" in values else {}
     for name in (flag.removeprefix("--").partition("=")[0] for flag in flags):
         if name in SET_BY_BENCHMARKS or name in of_all_trainers:

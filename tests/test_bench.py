@@ -49,7 +49,7 @@ def test_a_plot_of_a_record_can_be_read_at_the_width_of_the_page(name):
 USER_ERRORS = """
 xyz => Unknown command xyz
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
-kernels -- --compile => leave them out
+kernels -- --compile => Unknown setting --
 step --shapes=8 => --shapes=8: write numbers, a shape as in 8x2048
 disk => name a folder
 estimate --card=gt710 => there are 3060, 3070, 3080, 3090, 4060, 4060ti,
