@@ -13,7 +13,6 @@ trainers.py and peers.py describe the trainers, sharded by ZeRO-3 unless their n
 is not sharded at all, and its peers use a mesh of one rank. Each point is a separate torchrun, measured as in step.
 """
 
-import json
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from benchmarks.records import Record
 from benchmarks.trainers import TRAINERS
 from configurator import SettingError
 from runtime.checkpoint import newest
+from runtime.loss_plot import read_metrics
 
 # settings
 measure = "scaling,8b,saves"  # what to measure; also: memory, optimizers
@@ -57,8 +57,6 @@ def measure_points(kind: str, s: SimpleNamespace, record: Record) -> None:
     ranks = s.ranks[-1:] if kind == "8b" else reversed(s.ranks)
     for n, (batch, block, checkpointing), trainer in product(ranks, points, s.trainers or usual):
         if n == 1 and trainer.endswith(("-zero2", "-nccl")):  # one GPU has no shards
-            continue
-        if checkpointing == "selective" and trainer != "nanocria":
             continue
         key = {"trainer": trainer, "ranks": n, "batch": batch, "block": block, "checkpointing": checkpointing}
         record.measure(kind, key, runner.train_steps, **key, steps=s.steps, config=config)
@@ -101,7 +99,7 @@ def measure_checkpoint(kind: str, n: int) -> dict:
 
 def seconds_of_interval(out_dir: Path, steps: int) -> float:
     """Seconds between a run's log lines of step SAVE_EVERY and of the last step."""
-    rows = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    rows = read_metrics(out_dir / "metrics.jsonl")
     time_of = {row["step"]: row["time"] for row in rows if "loss" in row}
     return time_of[steps] - time_of[SAVE_EVERY]
 

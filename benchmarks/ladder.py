@@ -118,9 +118,8 @@ def measure_losses(model: str, technique: str, s: SimpleNamespace, record: Recor
     """On the whole card."""
     settings = settings_of(technique, s)
     if "lora_rank" not in settings:  # adapters of a random model learn nothing
-        flags = [f"--{name}={value}" for name, value in settings.items()]
         key = {"model": model, "technique": technique}
-        record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], flags)
+        record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], **settings)
 
 
 def main(argv: list[str]) -> None:

@@ -97,7 +97,6 @@ def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None
     graph = torch.cuda.CUDAGraph()
     results = deque(maxlen=len(calls))
     stream = torch.cuda.current_stream()
-    stream = None if stream == torch.cuda.default_stream() else stream
     with warnings.catch_warnings(record=True) as raised, torch.cuda.graph(graph, stream=stream):
         for launch in range(launches):
             results.append(calls[launch % len(calls)]())
