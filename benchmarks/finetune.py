@@ -178,7 +178,7 @@ def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]
 
 
 def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> dict:
-    """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
+    """Targets per second of our model's forward and backward over the training data, packed or padded."""
     device = torch.device(pick_device("auto"))
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     data, _ = packed_data(dataset, block)
@@ -188,7 +188,6 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
     else:
         chats = conversations(data, data.read(range(data.n_blocks)))
         inputs = [padded(some, "cpu") for some in full_batches(chats, batch * block)]
-    n_tokens = sum(x[0].numel() for x in inputs)
     n_targets = sum(int((x[1] >= 0).sum()) for x in inputs)
     inputs = [[x.to(device).contiguous() for x in each] for each in inputs]
 
@@ -199,7 +198,7 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
 
     timing.wall_seconds(read_all, device)  # compiles for each shape
     seconds = timing.wall_seconds(read_all, device)
-    return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(inputs)}
+    return {"targets_per_s": n_targets / seconds}
 
 
 def main(argv: list[str]) -> None:

@@ -95,11 +95,6 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
     assert attention == [(None, True)] * TINY.n_layer
 
 
-def test_hugging_faces_model_is_not_measured_without_checkpointing_as_selective():
-    with pytest.raises(AssertionError, match="no selective"):
-        build_hf("selective")
-
-
 def test_selective_checkpointing_recomputes_every_second_matmul():
     def backward_matmuls(checkpointing):
         block = peers.checkpointed(peers.recipe_model(TINY).layers[0], checkpointing)
