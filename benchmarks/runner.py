@@ -22,8 +22,9 @@ from benchmarks.peers import PEERS
 from benchmarks.records import Record
 from benchmarks.settings import ROOT
 from benchmarks.trainers import NANOCRIA, llama_config
+from convert import all_rows
 from model import Llama
-from runtime.hf import hf_rows, write_config
+from runtime.hf import write_config
 
 CONFIG = "config/llama32_1b.py"  # the default model
 TIMEOUT = 1200  # seconds per point: enough for 500,000 tokens per step, 8B's checkpoint, galore-torch's SVDs
@@ -134,10 +135,10 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     """
     c = llama_config(config)
     with torch.device("meta"):
-        parameters = list(Llama(c).named_parameters())
+        rows = all_rows(Llama(c))
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = {}
-    for row in (row for name, parameter in parameters for row in hf_rows(name, parameter, c)):
+    for row in rows:
         n = math.prod(row.shape)
         repeated = numbers.repeat(math.ceil(n / len(numbers)))[:n].view(row.shape)
         weights[row.name] = repeated if len(row.shape) > 1 else torch.ones(row.shape, dtype=torch.bfloat16)

@@ -174,8 +174,8 @@ POINT = "batch block checkpointing trainer ranks ms_per_step tok_per_s mfu peak_
 TABLES: dict[str, dict[str, str | Callable[[list[dict]], str]]] = {  # command -> kind of rows -> keys, or a function
     "step": {"points": lambda rows: side_by_side(rows, "batch block checkpointing"), "breakdown": "part ms floor_ms",
              "baby": "trainer ms_per_step tok_per_s"},
+    "--preset=finetune": {"batch": adapters_table},  # before sweep, whose preset it is
     "sweep": {"batch": sweep_table, "seq": sweep_table},
-    "--preset=finetune": {"batch": adapters_table},
     "ladder": {"points": ladder_table, "losses": "model technique losses"},
     "gpus": {"scaling": POINT, "8b": POINT, "optimizers": POINT,
              "saves": "ranks checkpoint_bytes seconds_without seconds_with cost resume_seconds",
@@ -192,7 +192,8 @@ RUNS = "command device train_seconds tok_per_s peak_gib val_loss bits_per_byte x
 
 def of_record(record: dict) -> dict[str, str]:
     """The tables of a record, by kind of rows."""
-    command = next((word for word in record["command"].split() if word in TABLES), "sweep")
+    words = record["command"].split()
+    command = next((name for name in TABLES if name in words), "sweep")
     tables = {}
     for kind, columns in TABLES[command].items():
         rows = record.get(kind)

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 def test_the_tables_of_the_page_equal_the_records():
     text = tables.PAGE.read_text()
     assert tables.MARKED.search(text) and tables.render(text) == text, "python bench.py readme writes them"
+    record = settings.load_record("finetune")
+    now = record | {"command": "python bench.py sweep --preset=finetune"}  # as records say today
+    assert tables.of_record(now) == tables.of_record(record)
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
