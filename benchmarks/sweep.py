@@ -13,7 +13,8 @@ trainers.py and peers.py describe the trainers. hf-masters and hf-liger-masters 
 bfloat16, as nanocria; hf-offload and hf-liger-offload also keep everything in CPU memory, as --offload=all.
 
 Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends at the first
-size that fails. A plot is drawn beside the record. A sweep that was stopped continues where its record ends.
+size that fails. A plot of what grows is drawn beside the record. A sweep that was stopped continues where its record
+ends.
 """
 
 import itertools
@@ -127,6 +128,7 @@ def main(argv: list[str]) -> None:
     record = runner.start("sweep", s, n_gpus=s.ranks)
     if s.preset == "finetune":
         finetune(s, record)
+        runner.finish(record)
     else:
         grow(s, record)
-    runner.finish(record, plot="plot_sweep")
+        runner.finish(record, plot="plot_sweep")
