@@ -33,8 +33,6 @@ FIELDS = {  # name: what fits() accepts as its value
     "eos": [TOKEN_ID],
     "tokenizer_files": {FILE_NAME: SHA256},
     "xz_bits_per_byte": float,
-    "script": r"data/\w{1,80}/prepare\.py",
-    "python": r"[\w.+-]{1,40}",
     "files": {"train|val": {r"(train|val)(_\d{1,12})?\.bin": range(1, 2**53)}},
 }
 for split in SPLITS:

@@ -52,7 +52,6 @@ def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(std
     assert meta["val_bytes"] == sum(map(len, val))
     learned = train_tokenizer(documents_of(tmp_path / "out", "train"), pystdlib.N_VOCAB)
     assert meta["tokenizer"] == learned.name, "the tokenizer has seen the validation files"
-    assert meta["script"] == "data/pystdlib/prepare.py"
     pystdlib.prepare(tmp_path / "again", stdlib)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
     (stdlib / "aaa_new.py").write_text("new = True\n")
@@ -82,7 +81,6 @@ def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
     assert not place.exists()
     place.write_text("To be, or not to be. " * 100)
     meta = shakespeare_char.prepare(tmp_path)
-    assert meta["script"] == "data/shakespeare_char/prepare.py"
     assert (meta["train_bytes"], meta["val_bytes"]) == (1890, 210)
     assert "".join(documents_of(tmp_path, "train") + documents_of(tmp_path, "val")) == place.read_text()
 
@@ -268,7 +266,6 @@ def test_fineweb_writes_one_shard_per_file_and_blocks_span_all_shards(parquets, 
     train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
     assert len(train) + len(val) == len(set(train + val)) == 900
     assert 50 < len(val) < 150
-    assert meta["script"] == "data/fineweb_edu/prepare.py"
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / "out").glob("train_*.bin"))]
     assert meta["train_sha256"] == hashlib.sha256("".join(digests).encode()).hexdigest() and len(digests) == 3
     _, val = open_dataset(tmp_path / "out", 100, 0)

@@ -96,7 +96,7 @@ def prepare(
             folder,
             split_texts(texts, val_fraction),
             chat_tokenizer,
-            {"eos": list(dict.fromkeys(eos)), "script": "data/chat/prepare.py"},
+            {"eos": list(dict.fromkeys(eos))},
             workers=workers,
             progress=command.Progress(),
             encode=encode_conversation,

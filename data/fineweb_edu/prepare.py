@@ -121,7 +121,7 @@ def prepare(
             shards[suffix] = counts
         if not any(counts["val"]["documents"] for counts in shards.values()):
             raise ValueError("no document is for validation: give more files, or a larger --val_fraction")
-        meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
+        meta = write_meta(folder, encoding, shards)
     command.print_summary(folder, meta)
     return meta
 

@@ -13,7 +13,6 @@ comparable everywhere. (The tests would add 19 MB of much more repetitive text.)
 
 import contextlib
 import fcntl
-import platform
 import sys
 import sysconfig
 from pathlib import Path
@@ -51,9 +50,8 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     names = read_sources(Path(stdlib or sysconfig.get_path("stdlib")))
     # split by a hash of the name: a file that a Python update changes or adds does not move the others
     documents = [(split_of(name, VAL_FRACTION), source) for source, name in names.items()]
-    extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     tokenizer = train_tokenizer((source for split, source in documents if split == "train"), N_VOCAB)
-    meta = write_dataset(folder, documents, tokenizer, extra=extra)
+    meta = write_dataset(folder, documents, tokenizer)
     print_summary(folder, meta)
     return meta
 

@@ -39,8 +39,7 @@ def prepare(folder: Path = HERE) -> dict:
     text = (folder / "input.txt").read_bytes().decode()
     n_train = len(text) * 9 // 10
     documents = [("train", text[:n_train]), ("val", text[n_train:])]
-    extra = {"script": "data/shakespeare_char/prepare.py"}
-    meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra)
+    meta = write_dataset(folder, documents, get_tokenizer("bytes"))
     print_summary(folder, meta)
     return meta
 
