@@ -84,9 +84,6 @@ def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
 
 def write_continuations(text: str) -> None:
     """Print the first continuation as it is generated, the others when all are done."""
-    if tokenizer.encode(text, special=True)[:1] == [tokenizer.bos]:
-        bos = tokenizer.decode([tokenizer.bos])
-        print(f"the prompt begins with {bos}: no second one is put before it", file=sys.stderr)
     texts = [text] * num_samples
     print(text, end="", flush=True)
     for new in draw([begin_document(tokenizer, text, special=True)] * num_samples):
