@@ -18,11 +18,11 @@ from data.loader import open_dataset
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokenizer import get_tokenizer, tokenizer_of, train_tokenizer
+from data.tokenizer import tokenizer_of, train_tokenizer
 from data.tokens import Tokens
 from data.write import split_of, split_texts
 from tests.datasets import TEXTS, contents, documents_of, texts_of
-from tests.runs import ROOT
+from tests.runs import ROOT, prose
 from tests.test_tokenizer import write_llama3_model
 
 
@@ -168,54 +168,19 @@ def test_a_file_whose_name_is_not_utf8_is_named_in_what_is_printed(tmp_path):
     assert run.stdout.endswith(command), "it does not run from this folder"
 
 
-ICELANDIC = """\
-Í morgun þegar ég vaknaði var komin þykk þoka yfir fjörðinn og ekkert sást til fjallanna.
-Amma mín sagði að þokan kæmi alltaf á undan góðu veðri, en ég hef aldrei trúað því.
-Við drukkum kaffi í eldhúsinu og biðum eftir því að það birti til.
-Hundurinn lá undir borðinu og hreyfði sig ekki, þó að kötturinn gengi fram hjá honum.
-Um hádegið fór að hvessa og þá hvarf þokan á augabragði.
-Þá sáum við bátana koma inn fjörðinn, einn af öðrum, hlaðna af fiski.
-Bróðir minn hljóp niður á bryggju til þess að hjálpa þeim við löndunina.
-Ég varð eftir heima og las bókina sem ég hafði fengið að láni á bókasafninu.
-Hún fjallar um konu sem gengur þvert yfir landið til að leita að systur sinni.
-Á hverjum bæ sem hún kemur til er henni sögð ný saga um ferðir hennar.
-Sumar sögurnar eru sannar, aðrar eru það ekki, og engin þeirra er eins.
-Þegar kvöldaði kom bróðir minn heim með tvær stórar ýsur í fötu.
-Við suðum þær með kartöflum og smjöri, eins og amma hafði alltaf gert.
-Eftir matinn settumst við út á tröppur og horfðum á sólina setjast í hafið.
-Það var orðið svo hlýtt að við þurftum ekki að fara í peysurnar.
-Amma spurði hvort ég tryði henni núna um þokuna og góða veðrið.
-Ég sagði að þetta hefði bara verið tilviljun, en hún hló að mér.
-Seinna um kvöldið heyrðum við í lóunni uppi í hlíðinni fyrir ofan bæinn.
-Hundurinn reis loksins á fætur og gelti einu sinni út í myrkrið.
-Svo slökktum við ljósin, og þokan kom aftur yfir fjörðinn um nóttina.
-"""
-
-
 def test_a_learned_tokenizer_stays_with_the_data_and_its_checkpoint_opens_in_transformers(train, tmp_path):
-    (tmp_path / "saga.txt").write_text(ICELANDIC * 3)
-    arguments = [tmp_path / "saga.txt"], tmp_path / "data", "train:600"
+    words = prose(0, 300) + TEXTS[2]
+    (tmp_path / "words.txt").write_text("\n".join(prose(i, 20) for i in range(99)))
+    arguments = [tmp_path / "words.txt"], tmp_path / "data", "train:300"
     meta = text.prepare(*arguments)
     learned = tokenizer_of(tmp_path / "data")
-    assert meta["vocab_size"] == learned.n_vocab == 600 and meta == text.prepare(*arguments), "it is not the same again"
-    assert learned.decode(learned.encode(TEXTS[2] + ICELANDIC)) == TEXTS[2] + ICELANDIC, "a byte is lost"
+    assert meta["vocab_size"] == learned.n_vocab == 300 and meta == text.prepare(*arguments), "it is not the same again"
+    assert learned.decode(learned.encode(words)) == words, "a byte is lost"
     assert learned.end_of_text not in learned.encode("<|endoftext|>")
     train(dataset=tmp_path / "data", max_iters=2, eval_interval=2)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out/step_000002")
-    assert theirs(ICELANDIC).input_ids == learned.encode(ICELANDIC) and theirs.eos_token_id == learned.end_of_text
-    assert tokenizer_of(tmp_path / "out").encode(ICELANDIC) == learned.encode(ICELANDIC)
-
-
-def test_a_tokenizer_learned_on_a_language_needs_fewer_tokens_than_gpt2(tmp_path):
-    try:
-        gpt2 = get_tokenizer("gpt2")
-    except FileNotFoundError:
-        pytest.skip("gpt2 is not on this machine")
-    lines = ICELANDIC.splitlines(keepends=True)
-    learned = train_tokenizer(lines[:16], 700)
-    unseen = "".join(lines[16:])
-    bytes_per_token = [len(unseen.encode()) / len(tokenizer.encode(unseen)) for tokenizer in (learned, gpt2)]
-    assert bytes_per_token[0] > 1.1 * bytes_per_token[1], bytes_per_token
+    assert theirs(words).input_ids == learned.encode(words) and theirs.eos_token_id == learned.end_of_text
+    assert tokenizer_of(tmp_path / "out").encode(words) == learned.encode(words)
 
 
 def test_a_tokenizer_is_learned_from_the_first_training_documents_of_a_pipe_that_is_read_once(tmp_path, monkeypatch):
