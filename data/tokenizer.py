@@ -196,7 +196,7 @@ def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = No
     bos = bos if is_id(bos) else None
     if encoding:
         return Tiktoken(encoding, files, options, eos, bos)
-    return HuggingFace(path, files, options, eos, bos)
+    return HuggingFace(path, name, files, options, eos, bos)
 
 
 def published_name(folder: Path, written_as: str | None = None) -> str | None:

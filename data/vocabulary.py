@@ -107,7 +107,7 @@ class Tiktoken(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` supports."""
 
-    def __init__(self, path: Path, files: dict[str, bytes], options: dict, eos: Iterable, bos: int | None):
+    def __init__(self, path: Path, name: str, files: dict[str, bytes], options: dict, eos: Iterable, bos: int | None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker has an idle thread per core
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -118,7 +118,7 @@ class HuggingFace(Tokenizer):
             raise ValueError(f"{path} {problem}: {error!r:.200}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.name = vocabulary_name(ids)
+        self.name = name
         self.n_vocab = max(ids.values()) + 1
         self.files = files
         added = self.backend.get_added_tokens_decoder().values()
@@ -201,20 +201,12 @@ def name_of_json(content: dict, written_as: str | None = None) -> str:
 
     written_as: what nanocria called it when it wrote the file. Others may have added tokens since.
     """
-    added = {token["content"] for token in content["added_tokens"]}
-    if written_as in SPECIAL_TOKENS and added <= SPECIAL_TOKENS[written_as]:
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    if written_as in SPECIAL_TOKENS and added.keys() <= SPECIAL_TOKENS[written_as]:
         return written_as
-    return vocabulary_name(ids_of_json(content))
-
-
-def ids_of_json(content: dict) -> dict[str, int]:
-    """The ids of all tokens in a tokenizer.json."""
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram's pieces and their scores
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    return vocab | {token["content"]: token["id"] for token in content["added_tokens"]}
-
-
-def vocabulary_name(ids: dict[str, int]) -> str:
-    digest = hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:12]
+    ids = sorted((vocab | added).items())
+    digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
     return "llama3" if digest in LLAMA3_HASHES else f"tokenizer.json-{digest}"
