@@ -112,18 +112,6 @@ def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_pat
     assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
 
 
-def test_a_text_that_a_vocabulary_without_an_unknown_token_cannot_hold_is_a_sentence(tmp_path):
-    models = tokenizers.models
-    for model in (models.Unigram([("a", 0.0), ("</s>", 0.0)]), models.WordLevel({"a": 0, "</s>": 1})):
-        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-        ours = get_tokenizer(tmp_path)
-        assert ours.encode("a") == [0]
-        for text in ("é", "</s>é"):
-            with pytest.raises(ValueError, match="cannot encode '.*é': "):
-                ours.encode(text)
-
-
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
     templates = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "one"}]
     write_hf_folder(tmp_path / "hf", chat_template=templates)
