@@ -6,10 +6,13 @@ tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs 
 """
 
 import base64
+import json
 import re
 from pathlib import Path
 
 import tiktoken
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 # Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
 # numbers of at most three digits, punctuation, newlines, other whitespace.
@@ -135,41 +138,39 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     Bytes are in SentencePiece's form: llama.cpp's converter accepts byte-level BPE only with published vocabularies.
     SentencePiece spells a space as U+2581, so U+2581 in a text is read as a space.
     """
+    if encoding.name == "bytes":
+        vocab = {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        to_blank = decoders.Replace("\u2581", " ")
+        backend.decoder = decoders.Sequence([to_blank, decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        ranks = encoding._mergeable_ranks
+        char_of = visible_bytes()
+        spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
+        merges = [
+            (spelled[token[:i]], spelled[token[i:]])
+            for token in sorted(ranks, key=ranks.get)
+            for i in range(1, len(token))
+            if token[:i] in ranks and token[i:] in ranks
+        ]
+        vocab = {text: ranks[token] for token, text in spelled.items()}
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+        # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
+        pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        backend.decoder = decoders.ByteLevel()
+    if bos is not None:
+        token = encoding.decode([bos])
+        first = dict(single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, bos)])
+        backend.post_processor = processors.TemplateProcessing(**first)
     options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    content = {
-        "version": "1.0", "truncation": None, "padding": None,
-        "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "normalizer": None,
-        "added_tokens": [{"id": i, "content": token, **options} for token, i in special],
-    }  # fmt: skip
-    if encoding.name == "bytes":
-        to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-        content["decoder"] = {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-        content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-        vocab = {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)}
-        model = {"type": "BPE", "byte_fallback": True, "merges": [], "vocab": vocab}
-        return content | {"pre_tokenizer": None, "model": model}
-    ranks = encoding._mergeable_ranks
-    char_of = visible_bytes()
-    spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
-    # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
-    pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    merges = [
-        [spelled[token[:i]], spelled[token[i:]]]
-        for token in sorted(ranks, key=ranks.get)
-        for i in range(1, len(token))
-        if token[:i] in ranks and token[i:] in ranks
-    ]
-    model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-        "merges": merges, "vocab": {text: ranks[token] for token, text in spelled.items()},
-    }  # fmt: skip
-    return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "model": model}
+    # The library would number added tokens without the gaps that OpenAI's have.
+    added = [{"id": i, "content": token, **options} for token, i in special]
+    return json.loads(backend.to_str()) | {"added_tokens": added}
 
 
 def visible_bytes() -> dict[int, str]:
@@ -177,15 +178,3 @@ def visible_bytes() -> dict[int, str]:
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printing]
     return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def begin_with(token: str, i: int) -> dict:
-    """A post_processor that puts a token first."""
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
-    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, a],
-        "pair": [first, a, b],
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
-    }
