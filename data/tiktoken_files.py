@@ -121,8 +121,6 @@ def first_id(post_processor: dict | None) -> int | None:
     match post_processor:
         case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_], "special_tokens": named}:
             return named[token]["ids"][0]
-        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, token_id]}:
-            return token_id
         case {"type": "Sequence", "processors": [*parts]}:
             return next((first for first in map(first_id, parts) if first is not None), None)
     return None
