@@ -197,13 +197,11 @@ OTHERS = {
     "very many tokens": {"files": '{"train": {"train.bin": 1%s}, "val": {"val.bin": 11}}' % ("0" * 30)},
     "no training": {"files": '{"train": {}, "val": {"val.bin": 11}}'},
     "another split": {"files": '{"train": {"train.bin": 11}, "val": {"val.bin": 11}, "test": {"test.bin": 1}}'},
-    "two files of conversations": {"files": '{"train": {"train.bin": 11, "val.bin": 11}, "val": {"val.bin": 11}}'},
     "objects": {"dtype": '"O"'},
     "signed": {"dtype": '"int32"'},
     "the other byte order": {"dtype": '">u2"'},
     "an end beyond the vocabulary": {"end_of_text": "257"},
     "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
-    "tokens that no file has": {"train_tokens": "12"},
     "the second of duplicates": {"bos": '1, "bos": "x"'},
 }
 
