@@ -172,7 +172,10 @@ def files_to_save(weights: Path | None, data: Path | None, meta: dict, name: str
     """
     files = read_files(weights, (*FILES, "tokenizer.model")) if weights else {}
     if data:
-        files = replace_files(files, dataset_files(data, meta))
+        own = dataset_files(data, meta)
+        if template_in(own):  # it replaces that of the weights, wherever this one stands
+            files = without_template(files)
+        files |= own
     if "tokenizer.json" not in files:
         with contextlib.suppress(OSError, ValueError):  # the tokenizer is not on this machine
             files = tokenizer_of(data or weights).hf_files() | files
@@ -256,11 +259,6 @@ def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
     if config.pop("chat_template", None) is not None:
         files["tokenizer_config.json"] = to_json(config)
     return files
-
-
-def replace_files(files: dict[str, bytes], others: dict[str, bytes]) -> dict[str, bytes]:
-    """The files, with others in their place. If these have a chat template, the files' own goes."""
-    return (without_template(files) if template_in(others) else files) | others
 
 
 def to_json(content: dict) -> bytes:
