@@ -21,7 +21,6 @@ from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.vocabulary import Tiktoken
 from model import LlamaConfig
 from runtime.hf import hf_files
-from tests.datasets import contents
 from tests.published import CHATML, publish_chat_model, smollm2
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -599,13 +598,6 @@ def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(writt
     folder = written(*good[:3], bad, *good[3:], errors="skip")
     assert Tokens(folder, "train").meta["train_documents"] == 8
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
-
-
-def test_two_processes_give_the_same_dataset(written, monkeypatch):
-    monkeypatch.setattr("data.encode.BATCH_CHARS", 100)
-    lines = [line(f"{i}?", str(i)) for i in range(40)]
-    expected = contents(written(*lines))
-    assert contents(written(*lines, workers=2)) == expected
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):

@@ -19,7 +19,7 @@ import torch
 
 from data import write
 from data.files import read_small
-from data.loader import FOLDER, Blocks, Packed, dataset_folder, open_dataset
+from data.loader import FOLDER, Blocks, dataset_folder, open_dataset
 from data.meta import FIELDS, META_BYTES, REQUIRED, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
@@ -300,14 +300,6 @@ def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"meta\.json has vocab_size 200, but its tokenizer bytes has 257 tokens"):
         tokenizer_of(tmp_path)
-
-
-def test_padding_is_never_a_target_and_targets_are_the_tokens_of_the_mask(strangers):
-    folder = strangers()
-    train = Packed(Tokens(folder, "train"), 20, None, 0)
-    tokens, targets, _ = train.unpack(train.read([0]))
-    assert tokens[0].tolist() == [*range(48, 58), 256, *[256] * 9]
-    assert targets[0].tolist() == [*range(49, 58), 256, *[-100] * 10]
 
 
 def test_error_while_writing_keeps_the_older_dataset(tmp_path):
