@@ -126,7 +126,7 @@ def write(template: str, inputs: dict) -> str:
     """What a template writes. ValueError if it is broken, or refuses the messages."""
     compiled = compile_template(template)
     try:
-        return without_surrogates(compiled.render(inputs))
+        return compiled.render(inputs)
     except Exception as error:  # a third-party program may raise anything
         reason = str(error) or type(error).__name__
         raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
@@ -140,7 +140,7 @@ def guarded(value, tokenizer: Tokenizer):
         return [guarded(each, tokenizer) for each in value]
     if not isinstance(value, str):
         return value
-    value = without_surrogates(value)
+    value = value.encode("utf-8", "replace").decode()  # JSON can hold lone surrogates, which UTF-8 cannot
     if MARKS.search(value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
     return first_characters(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
@@ -150,11 +150,6 @@ def guarded(value, tokenizer: Tokenizer):
 def first_characters(tokens: frozenset[str]) -> re.Pattern:
     """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
     return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
-
-
-def without_surrogates(text: str) -> str:
-    """JSON and templates can hold lone surrogates, which UTF-8 cannot: each becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
