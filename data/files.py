@@ -9,6 +9,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+MOST_BYTES = 2**28  # of a small file: the largest published tokenizers have 35 MB
+
 
 def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     """Lock an open file until it is closed. Raises BlockingIOError if another process holds the lock.
@@ -56,23 +58,23 @@ def refuse_lfs_pointer(head: bytes, path: Path) -> None:
         raise ValueError(f"{path} is a git-lfs pointer, not the file: fetch it with git lfs pull")
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. The file may come from a stranger: anything else is a
+def read_small(path: Path) -> bytes:
+    """The content of a regular file of at most MOST_BYTES. The file may come from a stranger: anything else is a
     ValueError. OSError if it is missing or cannot be read.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")  # a pipe without a writer would block, a device never end
     with open(path, "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{path} has more than {limit:,} bytes, which is too large for a file of this kind")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes, which is too large for a file of this kind")
     refuse_lfs_pointer(content, path)
     return content
 
 
-def read_json(path: Path, limit: int) -> dict:
-    """The JSON object in a file of at most `limit` bytes. ValueError, OSError as read_small's."""
-    return parse_object(read_small(path, limit), path)
+def read_json(path: Path) -> dict:
+    """The JSON object in a small file. ValueError, OSError as read_small's."""
+    return parse_object(read_small(path), path)
 
 
 def parse_object(content: bytes, path: Path) -> dict:

@@ -19,7 +19,6 @@ FILES = (  # that belong to a tokenizer in Hugging Face's format
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-META_BYTES = 2**24  # of meta.json: a hundred thousand shards need 10 MB
 FILE_NAME = "|".join(map(re.escape, (*FILES, "tokenizer.model")))
 SHA256 = "[0-9a-f]{1,64}"
 TOKEN_ID = range(2**31)
@@ -81,7 +80,7 @@ def read_meta(folder: str | Path) -> dict:
     if not path.exists():
         raise FileNotFoundError(f"{folder} is not a finished dataset, it has no meta.json: {how_to_prepare(folder)}")
     try:
-        return check_meta(read_json(path, META_BYTES), path)
+        return check_meta(read_json(path), path)
     except ValueError as error:
         raise ValueError(f"{error}: {how_to_prepare(folder)}") from error
 

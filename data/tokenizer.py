@@ -30,7 +30,6 @@ from data.vocabulary import END_OF_TEXT_NAMES, FAST, HuggingFace, Tiktoken, Toke
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
-MOST_FILE_BYTES = 2**28  # of a tokenizer's file: the largest published ones have 35 MB
 LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
@@ -142,7 +141,7 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Those of these files that a folder has. Raises ValueError for a git-lfs pointer, or a very large file."""
-    return {name: read_small(folder / name, MOST_FILE_BYTES) for name in names if (folder / name).exists()}
+    return {name: read_small(folder / name) for name in names if (folder / name).exists()}
 
 
 def read_object(folder: Path, name: str) -> dict:
@@ -217,7 +216,7 @@ def read_options(folder: Path, files: dict[str, bytes]) -> dict:
 
 
 def read_model(file: Path) -> Tokenizer:
-    content = read_small(file, MOST_FILE_BYTES)
+    content = read_small(file)
     return Tiktoken(llama3_encoding(content, file), {"tokenizer.model": content})
 
 

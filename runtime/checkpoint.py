@@ -36,7 +36,7 @@ from torch import nn
 
 from data.files import how_to_fetch, read_json, refuse_lfs_pointer
 from data.meta import check_meta
-from data.tokenizer import MOST_FILE_BYTES, published_name
+from data.tokenizer import published_name
 from kernels import LoRALinear
 from kernels.adamw import merge_halves
 from lora import add_lora
@@ -144,7 +144,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
-        return read_json(path, MOST_FILE_BYTES)
+        return read_json(path)
     except ValueError as error:
         raise Damaged(str(error)) from error
 

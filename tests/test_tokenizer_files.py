@@ -284,7 +284,7 @@ NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a
     ("tokenizer.model", b"AA== 0\nAQ== 7\n", "tokenizer.model is damaged or incomplete"),
 ])  # fmt: skip
 def test_a_folder_whose_tokenizer_is_missing_or_damaged_is_a_sentence(file, content, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tokenizer.MOST_FILE_BYTES", 90_000)
+    monkeypatch.setattr("data.files.MOST_BYTES", 90_000)
     if file in ("config.json", "tokenizer.model"):
         (tmp_path / "hf").mkdir()
     else:

@@ -32,7 +32,7 @@ from data.chat.formats import Seen, read_row
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
 from data.files import read_small
 from data.rows import Bad, read_rows
-from data.tokenizer import MOST_FILE_BYTES, without_template
+from data.tokenizer import without_template
 from data.vocabulary import Tokenizer
 from data.write import split_texts, write_dataset
 
@@ -82,7 +82,7 @@ def prepare(
     """
     chat_tokenizer = command.tokenizer_for_data(tokenizer)
     if template:
-        chat_tokenizer.chat_template = read_small(template, MOST_FILE_BYTES).decode()
+        chat_tokenizer.chat_template = read_small(template).decode()
     chat_tokenizer.chat_template = template_of(chat_tokenizer)
     template_file = {"chat_template.jinja": chat_tokenizer.chat_template.encode()}
     chat_tokenizer.files = without_template(chat_tokenizer.files) | template_file

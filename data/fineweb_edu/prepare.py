@@ -75,7 +75,7 @@ def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Ite
 def finished_shard(folder: Path, suffix: str, source: dict, itemsize: int) -> dict | None:
     """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
     try:
-        record = read_json(folder / f"shard{suffix}.json", 10_000)
+        record = read_json(folder / f"shard{suffix}.json")
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
     except (OSError, ValueError):
         return None
