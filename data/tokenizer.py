@@ -75,9 +75,6 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         return tokenizer
     meta = check_meta(meta, folder / "meta.json")
     tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], config)
-    if meta["vocab_size"] < tokenizer.n_vocab:
-        found = f"vocab_size {meta['vocab_size']}, but its tokenizer {tokenizer.name} has {tokenizer.n_vocab}"
-        raise ValueError(f"{folder}/meta.json has {found} tokens: prepare the data again")
     tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
     tokenizer.bos = meta.get("bos")
     tokenizer.hf_bos = tokenizer.bos

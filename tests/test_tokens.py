@@ -291,14 +291,6 @@ def test_writing_a_dataset_never_follows_a_link_but_its_folder_may_be_one(tmp_pa
     assert victim.read_text() == "mine"
 
 
-def test_a_vocabulary_smaller_than_the_datasets_own_tokenizer_is_a_sentence(tmp_path):
-    toy_dataset(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text()) | {"vocab_size": 200, "end_of_text": 199}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"meta\.json has vocab_size 200, but its tokenizer bytes has 257 tokens"):
-        tokenizer_of(tmp_path)
-
-
 def test_error_while_writing_keeps_the_older_dataset(tmp_path):
     toy_dataset(tmp_path)
     before = contents(tmp_path)
