@@ -198,8 +198,6 @@ OTHERS = {
     "no training": {"files": '{"train": {}, "val": {"val.bin": 11}}'},
     "another split": {"files": '{"train": {"train.bin": 11}, "val": {"val.bin": 11}, "test": {"test.bin": 1}}'},
     "objects": {"dtype": '"O"'},
-    "signed": {"dtype": '"int32"'},
-    "the other byte order": {"dtype": '">u2"'},
     "an end beyond the vocabulary": {"end_of_text": "257"},
     "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
     "the second of duplicates": {"bos": '1, "bos": "x"'},
