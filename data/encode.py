@@ -34,8 +34,7 @@ def cpu_cores() -> int:
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
+    return [*bos, *tokenizer.encode(text), tokenizer.end_of_text], [], len(text.encode())
 
 
 def encode_documents(

@@ -124,5 +124,5 @@ def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
     elif not isinstance(row[field], str):
         bad(f"{where} has {field!r} of type {type(row[field]).__name__}, expected a string")
     else:
-        return row[field]
+        return row[field].encode("utf-8", "replace").decode()  # JSON can hold lone surrogates, which UTF-8 cannot
     return None

@@ -124,7 +124,7 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
+    bpe.train_from_iterator(texts, trainer)
     config = FAST | {"eos_token": end_of_text}
     files = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     return tokenizer_of_json(Path("tokenizer.json"), files)

@@ -32,7 +32,7 @@ XZ_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a long
 
 def hash_of(text: str) -> int:
     """64 bits."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def split_of(key: str, val_fraction: float) -> str:
@@ -103,7 +103,7 @@ def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterato
     """Yield the documents; append validation text to val_text until it is too long to compress."""
     for split, text in documents:
         if split == "val" and len(val_text) <= XZ_BYTES:
-            val_text += text.encode("utf-8", "replace")
+            val_text += text.encode()
         yield split, text
 
 
