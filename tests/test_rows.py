@@ -19,8 +19,6 @@ from data.text import prepare as text
 from tests.datasets import LFS_POINTER, contents, texts_of
 from tests.runs import ROOT
 
-pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
-
 
 def zstd(content):
     """As a file of one frame."""
