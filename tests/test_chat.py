@@ -131,7 +131,7 @@ def test_templates_render_as_in_transformers(template, prompt):
     options = dict(chat_template=template, add_generation_prompt=prompt, **tokenizer.named_tokens)
     for tools in (None, [{"type": "function", "function": {"name": "wéather"}}]):
         [expected], _ = render_jinja_template([MESSAGES], tools=tools, **options)
-        inputs = inputs_of(tokenizer, MESSAGES, tools) | {"add_generation_prompt": prompt}
+        inputs = inputs_of(tokenizer, MESSAGES, {"tools": tools}) | {"add_generation_prompt": prompt}
         assert write(template, inputs) == expected
 
 

@@ -3,7 +3,7 @@
     conversation = read_row({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
     conversation.format    # "ShareGPT"
     conversation.messages  # [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    conversation.tools     # None, or a list of JSON schemas
+    conversation.variables # {"tools": None}, what else the template may read
 
 A row is in exactly one format, which its keys tell (see FORMATS). Beside them it may have
 
@@ -33,8 +33,7 @@ SHAREGPT_ROLES = {
 class Conversation(NamedTuple):
     format: str
     messages: list[dict]  # each with a role, most with a content; "weight": 0 if it is not to be learned
-    tools: list[dict] | None
-    variables: dict[str, Any]  # more of them, for the chat template
+    variables: dict[str, Any]  # what else the template may read: tools (None, or JSON schemas) and more
     ignored: list[str]  # keys of the row that nothing reads
 
 
@@ -56,10 +55,9 @@ def read_row(row: Any) -> Conversation:
     messages = [checked(message, i) for i, message in enumerate(read_messages(row), start=1)]
     if row.get("system") and not any(message["role"] == "system" for message in messages):
         messages = [checked({"role": "system", "content": row["system"]}, 0), *messages]
-    tools = parsed(row, "tools", list)
-    variables = parsed(row, "chat_template_kwargs", dict)
+    variables = parsed(row, "chat_template_kwargs", dict) | {"tools": parsed(row, "tools", list) or None}
     ignored = [key for key in row if key not in keys | more_keys | ROW_KEYS]
-    return Conversation(name, messages, tools or None, variables, ignored)
+    return Conversation(name, messages, variables, ignored)
 
 
 def without_nulls(value: dict) -> dict:

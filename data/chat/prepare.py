@@ -46,7 +46,7 @@ def render_rows(
     for where, row in rows:
         try:
             conversation = read_row(row)
-            text = render_answers(tokenizer, conversation.messages, conversation.tools, conversation.variables)
+            text = render_answers(tokenizer, conversation.messages, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
         except (AttributeError, KeyError, RecursionError, TypeError) as error:  # a list instead of an object, ...

@@ -47,25 +47,23 @@ def template_of(tokenizer: Tokenizer) -> str:
     )
 
 
-def render_answers(
-    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
-) -> str:
+def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict | None = None) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
-    An answer is what its message adds to the text of the prompt before it. variables: what else the template may read.
-    ValueError if there is no answer to learn, or if the template does not write what the conversation has, or writes a
-    message differently when others follow, as templates do that drop old thoughts.
+    An answer is what its message adds to the text of the prompt before it. variables: tools, and what else the template
+    may read. ValueError if there is no answer to learn, or if the template does not write what the conversation has, or
+    writes a message differently when others follow, as templates do that drop old thoughts.
     """
     template = template_of(tokenizer)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = [i for i in answers if messages[i].get("weight") != 0]
     if not learned:
         raise ValueError("there is no answer to learn: no role is assistant, or each answer is flagged, as by weight 0")
+    inputs = inputs_of(tokenizer, messages, variables)
     calls = [message for message in messages if message.get("tool_calls")]
-    for name, is_used in (("tools", tools), ("tool_calls", calls)):
+    for name, is_used in (("tools", inputs["tools"]), ("tool_calls", calls)):
         if is_used and name not in names_read(template):
             raise ValueError(f"it has {name}, which the chat template does not write")
-    inputs = inputs_of(tokenizer, messages, tools, variables)
 
     def write_first(n: int, add_generation_prompt: bool = False) -> str:
         shorter = {"messages": inputs["messages"][:n], "add_generation_prompt": add_generation_prompt}
@@ -87,13 +85,11 @@ def render_answers(
     return "".join([*parts, text[done:]])
 
 
-def inputs_of(
-    tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, variables: dict | None = None
-) -> dict:
+def inputs_of(tokenizer: Tokenizer, messages: list[dict], variables: dict | None = None) -> dict:
     """What a template reads of a conversation, with BREAK inside the special tokens that it spells out."""
     names = names_read(template_of(tokenizer))
     # transformers always defines documents and tools: templates compare them with none.
-    inputs = {"documents": None} | (variables or {}) | {"tools": tools or None}
+    inputs = {"documents": None, "tools": None} | (variables or {})
     inputs["messages"] = [as_read(message, names) for message in messages]
     inputs = {name: guarded(value, tokenizer) for name, value in inputs.items()}
     return tokenizer.named_tokens | inputs | {"add_generation_prompt": False}
