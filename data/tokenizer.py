@@ -23,9 +23,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configurator import did_you_mean
 from data.files import how_to_fetch, parse_object, read_small
-from data.meta import FILES, check_meta
+from data.meta import FILES, TOKEN_ID, check_meta, fits
 from data.tiktoken_files import bytes_encoding, encoding_of_json, first_id, llama3_encoding, openai_encoding
-from data.vocabulary import END_OF_TEXT_NAMES, FAST, HuggingFace, Tiktoken, Tokenizer, is_id, name_of_json
+from data.vocabulary import END_OF_TEXT_NAMES, FAST, HuggingFace, Tiktoken, Tokenizer, name_of_json
 
 OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
@@ -102,7 +102,7 @@ def set_doc_start(tokenizer: Tokenizer, config: dict) -> None:
     finetune leaves their prompts as they were: null.
     """
     doc_start = config.get(DOC_START)
-    if doc_start is not None and not is_id(doc_start):
+    if doc_start is not None and not fits(doc_start, TOKEN_ID):
         raise ValueError(f"config.json has {doc_start!r:.40} as {DOC_START}: expected a token's id, or null")
     if tokenizer.bos is None:
         tokenizer.bos = doc_start
@@ -188,7 +188,7 @@ def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = No
         encoding = encoding_of_json(name, content) if name in NAMES else None
     except MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error!r:.60}") from error
-    bos = bos if is_id(bos) else None
+    bos = bos if fits(bos, TOKEN_ID) else None
     if encoding:
         return Tiktoken(encoding, files, options, eos, bos)
     return HuggingFace(path, name, files, options, eos, bos)

@@ -10,6 +10,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
+from data.meta import TOKEN_ID, fits
 from data.tiktoken_files import SPECIAL_TOKENS, json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
@@ -60,7 +61,7 @@ class Tokenizer:
             )
         self.end_of_text = ends[0]
         eos = [id_of(eos_token), *eos, self.end_of_text]
-        self.eos = list(dict.fromkeys(token for token in eos if is_id(token)))
+        self.eos = list(dict.fromkeys(token for token in eos if fits(token, TOKEN_ID)))
         self.bos = bos
         self.hf_bos = bos
 
@@ -187,10 +188,6 @@ def named_tokens(options: dict) -> dict[str, str]:
         tokens |= options["extra_special_tokens"]
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if text and isinstance(text, str)}
-
-
-def is_id(token) -> bool:
-    return type(token) is int and 0 <= token < 2**31
 
 
 def name_of_json(content: dict, written_as: str | None = None) -> str:
