@@ -111,13 +111,11 @@ def set_doc_start(tokenizer: Tokenizer, config: dict) -> None:
 def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     """A byte-level BPE learned from texts: every byte, <|endoftext|>, and the most frequent pairs up to n_vocab tokens.
 
-    Fewer if the texts have fewer pairs. ValueError if n_vocab is below 257. It cuts a text as gpt2 does, and so has the
-    same ids in transformers.
+    Fewer if the texts have fewer pairs, but at least 257. It cuts a text as gpt2 does, and so has the same ids in
+    transformers.
     """
     end_of_text = END_OF_TEXT_NAMES[0]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if n_vocab <= len(alphabet):
-        raise ValueError(f"--tokenizer train:{n_vocab}: 256 bytes and {end_of_text} are {len(alphabet) + 1} tokens")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
