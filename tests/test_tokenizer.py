@@ -72,12 +72,6 @@ def test_llama3_never_merges_across_the_published_splits(tmp_path, string, piece
     assert [tokenizer.decode([token]) for token in tokenizer.encode(string)] == pieces
 
 
-def test_llama3_without_tokenizer_model_says_where_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("data.tokenizer.ROOT", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"huggingface\.co/meta-llama.*hf download"):
-        get_tokenizer("llama3")
-
-
 def test_unknown_tokenizer_error_suggests_the_nearest_name():
     with pytest.raises(ValueError, match=r"Unknown tokenizer cl100k: .*folder\. Did you mean cl100k_base\?"):
         get_tokenizer("cl100k")
