@@ -355,8 +355,6 @@ def _sync(folder: Path) -> None:
 def remove_partial(out_dir: Path) -> None:
     """Delete what is not a complete checkpoint, or no longer: also what a killed run left."""
     for path in out_dir.glob("step_*.partial"):
-        if path.is_symlink():  # to where the user moved the files: only the name goes
-            path.unlink()
         shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted does no harm
 
 

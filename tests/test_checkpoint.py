@@ -23,7 +23,7 @@ from optimizers.optimizer import Optimizer
 from runtime import checkpoint, memory_advice, memory_stats, save
 from runtime.checkpoint import Damaged, load_model, open_folder, read_rows, verify
 from runtime.hf import Rows, hf_rows
-from runtime.save import commit, remove_old, write_folder
+from runtime.save import commit, write_folder
 from tests.published import assert_same_model
 from tests.runs import damage, losses
 
@@ -301,14 +301,6 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(tmp
     assert synced == [str(tmp_path)]
 
 
-def test_a_file_left_in_the_folder_is_no_part_of_the_checkpoint(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x/.nfs0001").touch()  # deleted, but still open elsewhere: it will vanish
-    write(tmp_path / "x", TINY, whole_states(TINY))
-    digests = json.loads((tmp_path / "x/run.json").read_text())["digests"]
-    assert "model.safetensors" in digests and ".nfs0001" not in digests
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Saved by a run
 
@@ -331,17 +323,6 @@ def test_keep_last_checkpoints_are_kept_and_0_writes_none(train, tmp_path, capsy
     assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_000006", "step_000008"]
     train(keep_last=0, out_dir=tmp_path / "none")
     assert not list((tmp_path / "none").glob("step_*"))
-
-
-def test_of_a_checkpoint_that_is_a_link_only_the_name_is_deleted(tmp_path):
-    elsewhere = tmp_path / "elsewhere/file"
-    elsewhere.parent.mkdir()
-    elsewhere.touch()
-    (tmp_path / "out/step_000002").mkdir(parents=True)
-    (tmp_path / "out/step_000001").symlink_to(elsewhere.parent)
-    remove_old(tmp_path / "out", keep_last=1, keep_best=False)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step_000002"]
-    assert elsewhere.exists()
 
 
 @pytest.mark.parametrize("why", ["as asked", "no memory for copies"])
