@@ -104,19 +104,12 @@ def run(settings, script="train.py", **environment):
 
 def run_ranks(ranks, settings, script="train.py"):
     """Run the script on several ranks, as torchrun does: the first that fails ends the others."""
-    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1")
-    for _ in range(3):  # the kernel may give the port to another process too, which may listen first
-        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, socket.socket() as port:
-            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it too
-            port.bind(("127.0.0.1", 0))
-            common["MASTER_PORT"] = port.getsockname()[1]
-            environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
-            environments = [{name: str(value) for name, value in each.items()} for each in environments]
-            streams = dict(stdout=stdout, stderr=stderr)
-            done = finished([start(settings, script, environment=each, **streams) for each in environments])
-        if "EADDRINUSE" not in done.stderr:
-            break
-    return done
+    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
+    environments = [{name: str(value) for name, value in each.items()} for each in environments]
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        streams = dict(stdout=stdout, stderr=stderr)
+        return finished([start(settings, script, environment=each, **streams) for each in environments])
 
 
 def finish(settings, ranks=1, script="train.py", **environment):
@@ -151,14 +144,10 @@ def free_port():
             return port
 
 
-def run_torchrun(ranks, settings, script="train.py", options=()):
-    command = torchrun(ranks, settings, script, options)
+def run_torchrun(ranks, settings, script="train.py"):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(script), *flags(settings)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
-
-
-def torchrun(ranks, settings, script="train.py", options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
-    return [*command, str(script), *flags(settings)]
 
 
 def wrapped(folder, before, after="", script="train.py"):
