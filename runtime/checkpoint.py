@@ -198,9 +198,6 @@ def read_run(path: Path) -> dict | None:
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
-    settings = run.get("settings", {})
-    if "base_dtype" in settings:  # of an older version
-        settings["quantize_base"] = "nf4" if settings.pop("base_dtype") == "nf4" else "none"
     return run
 
 
