@@ -81,8 +81,7 @@ def train(text_data, tmp_path, monkeypatch):
 
     def run(*files, **settings):
         settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
-        flags = [f"--{name}={value}" for name, value in settings.items()]
-        monkeypatch.setattr(sys, "argv", ["train.py", *files, *flags])
+        monkeypatch.setattr(sys, "argv", ["train.py", *files, *flags(settings)])
         try:
             end = runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
             if end["lock_file"]:

@@ -106,14 +106,26 @@ def test_estimate_is_within_2_percent_of_every_measured_peak_and_the_reserve_wit
 # Against live tensors
 
 
-def build(config, run, shard=lambda model: None, device="cpu"):
+def build(config, run):
     """Build a model as train.py does."""
     with torch.device("meta"):
         model = Llama(config, run.how).to(run.compute_dtype)
     if run.lora_rank:
         add_lora(model, run.lora_rank, 32.0, run.quantize_base)
-    shard(model)
-    model.to_empty(device=device)
+    if run.world_size > 1:
+        shape = (run.world_size // run.shard_ranks, run.shard_ranks)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if run.sharding == "hybrid" else mesh["shard"]
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        options = {"mesh": mesh, "mp_policy": policy}
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=run.sharding != "zero2", **options)
+        if not config.tie_embeddings:
+            fully_shard(model.tok_embeddings, reshard_after_forward=True, **options)
+            model.tok_embeddings.set_unshard_in_backward(False)
+            fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+    model.to_empty(device="cpu")
     for p in model.parameters():
         if not p.requires_grad:  # frozen weights are read, not initialised
             local(p.detach()).fill_(0)
@@ -190,23 +202,7 @@ def check_step(config, run, update=True):
 
 def peak_of_step(config, run, update):
     """The peak of live bytes in the second step. update: include its update."""
-
-    def shard(model):  # as train.py does
-        if run.world_size > 1:
-            shape = (run.world_size // run.shard_ranks, run.shard_ranks)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-            mesh = mesh if run.sharding == "hybrid" else mesh["shard"]
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-            options = {"mesh": mesh, "mp_policy": policy}
-            for layer in model.layers:
-                fully_shard(layer, reshard_after_forward=run.sharding != "zero2", **options)
-            if not config.tie_embeddings:
-                fully_shard(model.tok_embeddings, reshard_after_forward=True, **options)
-                model.tok_embeddings.set_unshard_in_backward(False)
-                fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
-            fully_shard(model, reshard_after_forward=False, **options)
-
-    model = build(config, run, shard)
+    model = build(config, run)
     optimizer = OnDevice(model, run.rule, grad_clip=1.0)
     tokens = torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
 

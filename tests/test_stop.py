@@ -170,15 +170,9 @@ def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, caps
     assert "rank 0: val.bin holds token 999: prepare it again\n" in error_of(train, capsys, eval_only=True)
 
 
-@pytest.fixture
-def ended(monkeypatch):
-    """The exit codes passed to os._exit."""
-    codes = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    return codes
-
-
-def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch, ended):
+def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
+    ended = []  # exit codes
+    monkeypatch.setattr(os, "_exit", ended.append)
     signals = Signals()
     signal.raise_signal(signal.SIGINT)
     assert ended == [130], "before listen() there is nothing to save"
