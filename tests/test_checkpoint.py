@@ -1,8 +1,7 @@
-"""Checkpoint folders: written by any number of ranks, read by any other and by other programs; all damage is found."""
+"""Checkpoint folders: other programs read them, and all damage is found. With several ranks: test_distributed.py."""
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -11,15 +10,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 import transformers
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from model import Llama, LlamaConfig
 from optimizers.optimizer import Optimizer
-from runtime import checkpoint, memory_advice, memory_stats, save
+from runtime import memory_advice, memory_stats, save
 from runtime.checkpoint import Damaged, load_model, open_folder, read_rows, verify
 from runtime.hf import Rows, hf_rows
 from runtime.save import commit, write_folder
@@ -31,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 ODD = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=24, ffn_dim=19, vocab_size=13, block_size=8, tie_embeddings=True
 )
-TINY = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=3, vocab_size=3, block_size=8)  # 4 ranks, 2 rows
+TINY = LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=3, vocab_size=3, block_size=8)
 HF_FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}" * 100}
 
 
@@ -63,17 +59,12 @@ def rows_of(config, states):
     return files
 
 
-def published(config, states):
-    """{published name: tensor} of whole states; tests/test_convert.py checks these names against transformers."""
-    return {row.name: row.tensor for rows in rows_of(config, states).values() for row in rows}
-
-
-def write(path, config, states, group=None):
-    write_folder(path, rows_of(config, states), HF_FILES, {"step": 7, "loss": float("nan")}, group)
+def write(path, config, states):
+    write_folder(path, rows_of(config, states), HF_FILES, {"step": 7, "loss": float("nan")})
 
 
 def read(path, config, like):
-    """The states of a folder, shaped and sharded like these. Every rank must call it."""
+    """The states of a folder, shaped like these."""
     folder = open_folder(path, ("model", "optimizer"))
     assert folder.run["step"] == 7 and folder.run.get("loss") is None
     verify(folder)
@@ -138,93 +129,6 @@ def test_reading_a_rank_s_rows_takes_no_memory_for_the_file(tmp_path):
     read_rows(folder, Rows("x", out.dtype, shape, 5000, out))
     assert out.min() == out.max() == 1
     assert most_resident_mib() - before < 100
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ranks
-
-
-def same(rows, whole):
-    """True if each tensor equals its rows of the whole."""
-    return all(
-        torch.equal(x.tensor, whole[x.name][x.first : x.first + len(x.tensor)]) for part in rows.values() for x in part
-    )
-
-
-def sharded(config, states, mesh):
-    """The states as FSDP shards them; the parameters by FSDP itself."""
-    if mesh is None:
-        return {key: x.clone() for key, x in states.items()}
-    model = Llama(config).bfloat16()
-    fully_shard(model, mesh=mesh)
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    found = {key: distribute_tensor(x, mesh, placements, src_data_rank=None) for key, x in states.items()}
-    for name, p in model.named_parameters():
-        assert p.placements == tuple(placements)
-        p.to_local().data.copy_(found["", name].to_local())
-        found["", name] = p
-    return found
-
-
-def work_as_rank(rank, folder):
-    """Work as one of four ranks: all write, and read with some of the others."""
-    torch.set_num_threads(1)
-    checkpoint.PIECE_BYTES = 1000
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
-    groups = {n: dist.new_group(range(n)) for n in (1, 3, 4)}
-    meshes = {1: None} | {n: DeviceMesh("cpu", list(range(n))) for n in (2, 3, 4)}
-    hybrid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    for config, all_writers, all_readers in ((ODD, (1, 3, "hybrid"), (1, 2, 4)), (TINY, (4,), (1, 3))):
-        states = whole_states(config)
-        whole = published(config, states)
-        for writers in all_writers:
-            mesh, group = (hybrid, None) if writers == "hybrid" else (meshes[writers], groups[writers])
-            path = folder / f"{config.vocab_size}_{writers}"
-            if writers == "hybrid" or rank < writers:
-                write(path, config, sharded(config, states, mesh), group)
-            dist.barrier()
-            for readers in all_readers:
-                mesh = meshes[readers] if rank < readers else None  # the other ranks read all of it
-                found = read(path, config, sharded(config, states, mesh))
-                assert same(rows_of(config, found), whole), (writers, readers)
-            dist.barrier()
-    check_failures(rank, folder, sharded(ODD, whole_states(ODD), meshes[4]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def check_failures(rank, folder, mine):
-    """After a failure of one rank all ranks raise the same."""
-
-    def raised(kind, function):
-        with pytest.raises(kind) as caught:
-            function()
-        messages = [None] * 4
-        dist.all_gather_object(messages, (type(caught.value), str(caught.value)))
-        assert len(set(messages)) == 1 and type(caught.value) is kind
-        return messages[0][1]
-
-    def fail():
-        raise OSError(errno.EIO, os.strerror(errno.EIO), "the file")
-
-    rows = rows_of(ODD, mine)["model"]
-    failing = [row._replace(tensor=fail) for row in rows] if rank == 2 else rows
-    path = folder / "failing"
-    message = raised(OSError, lambda: write_folder(path, {"model": failing}, HF_FILES, {}))
-    assert message.startswith("rank 2: Input/output error") and not (path / "run.json").exists()
-    path = folder / "damaged"
-    write(path, ODD, mine)
-    if rank == 0:
-        damage(path / "model.safetensors")
-    dist.barrier()
-    folder = open_folder(path)
-    message = raised(Damaged, lambda: verify(folder))
-    assert f"{path}/model.safetensors is damaged" in message
-
-
-def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path):
-    multiprocessing.set_forkserver_preload([__name__])  # one import for four processes
-    torch.multiprocessing.start_processes(work_as_rank, (tmp_path,), nprocs=4, start_method="forkserver")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

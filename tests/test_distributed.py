@@ -6,11 +6,13 @@ import shutil
 import pytest
 import torch
 
+from runtime.checkpoint import open_folder, verify
 from tests.runs import (
     RENEW_OFTEN,
     ROOT,
     SMALL,
     assert_close,
+    damage,
     free_port,
     losses,
     machines_of,
@@ -132,6 +134,7 @@ def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path):
 
 @pytest.mark.parametrize("ranks, settings", [
     (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
+    (4, dict(n_head=1, n_kv_head=1, n_embd=6)),  # of a matrix of 6 rows the last rank has none
     (4, HYBRID),
     (2, dict(optimizer="normuon")),  # and so muon
     (2, dict(optimizer="soapmuon")),
@@ -154,6 +157,25 @@ def test_a_run_resumes_on_more_and_on_fewer_ranks_with_every_optimizer(train, tm
     assert_close(step_losses(many), step_losses(one)[2:], tolerance)
     assert_close(step_losses(fewer), step_losses(one)[4:], tolerance)
     assert losses(again) == [line for line in losses(many) if line["step"] > 4]
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_damage_is_found_by_all(train, tmp_path):
+    script = wrapped(
+        tmp_path,
+        "import runtime.checkpoint, runtime.save as m\n"
+        "runtime.checkpoint.PIECE_BYTES = 1000  # of a file both ranks compute digests\n"
+        "write_rows = m._write_rows\n"
+        "def write_some(path, *more):\n"
+        "    if os.environ['RANK'] == '1' and 'step_000002' in str(path): raise OSError('no such luck')\n"
+        "    write_rows(path, *more)\n"
+        "m._write_rows = write_some",
+    )
+    done = train(2, script, max_iters=4, eval_interval=2)
+    assert "NOT SAVED: rank 1: no such luck. The newest checkpoint: none" in done.stdout, done.stdout
+    (path,) = (tmp_path / "out").glob("step_*")
+    verify(open_folder(path, ("model", "optimizer")))
+    damage(path / "model.safetensors")
+    assert f"{path}/model.safetensors is damaged: it is not what was saved" in train(2, code=1, max_iters=4).stderr
 
 
 def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(train, tmp_path):
