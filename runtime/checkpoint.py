@@ -129,7 +129,8 @@ def newest_model(run: Path) -> Path:
         return run
     path = newest(run)
     if path is None:
-        raise ValueError(f"{run} holds no checkpoint: train a model first, or name another folder. {how_to_fetch(run)}")
+        expected = "a run with a checkpoint, or Hugging Face's config.json and .safetensors"
+        raise ValueError(f"{run} holds no weights: expected {expected}. {how_to_fetch(run)}")
     best = best_of(checkpoints(run))
     if best not in (None, path) and best_of([path]):  # without its own loss, after a signal, it may be the better
         print(f"{path} is the newest; {best} has a lower validation loss", file=sys.stderr)

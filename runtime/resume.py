@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
@@ -22,8 +21,7 @@ from runtime.checkpoint import (
     Folder,
     check_sizes,
     checkpoints,
-    is_model,
-    newest,
+    newest_model,
     open_base,
     open_folder,
     read_base,
@@ -104,12 +102,7 @@ def _find_weights(out_dir, init_from):
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
     if init_from in NO_FOLDERS:
         return None
-    path = Path(init_from).expanduser()
-    path = from_rank_0(lambda: path if is_model(path) else newest(path))
-    if path is None:
-        expected = "auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-        stop(f"{init_from} holds no weights: init_from is {expected}. {how_to_fetch(Path(init_from))}")
-    folder = open_folder(path)
+    folder = open_folder(from_rank_0(lambda: newest_model(Path(init_from).expanduser())))
     verify(folder)
     return folder
 

@@ -260,7 +260,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
     "has rows for 200, but the data's tokenizer is bytes, 257 tokens: prepare": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
-    "holds no weights: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "holds no weights: expected a run with": lambda folder: [file.unlink() for file in folder.iterdir()],
 }  # fmt: skip
 
 
@@ -360,13 +360,8 @@ def test_there_is_one_chat_template_and_it_is_the_trained_one(tmp_path, train, c
     (tmp_path / "hf/chat_template.jinja").unlink()
     path = tmp_path / "hf/tokenizer_config.json"
     old = json.loads(path.read_text())
-    (tmp_path / "chats.jsonl").write_text(
-        "".join(
-            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
-            + "\n"
-            for i in range(40)
-        )
-    )
+    rows = [json.dumps({"prompt": f"{i}?", "completion": f"{i}!"}) for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
     trained = CHATML + "{# trained #}"
     (tmp_path / "trained.jinja").write_text(trained)
     for templates in (CHATML, [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ 1 }}"}]):
@@ -441,7 +436,7 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
 
 def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
-    assert done.returncode == 1 and f"{tmp_path}/nowhere holds no checkpoint: train" in done.stderr, done.stderr
+    assert done.returncode == 1 and f"{tmp_path}/nowhere holds no weights: expected a run" in done.stderr, done.stderr
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large" in done.stderr, done.stderr
@@ -459,7 +454,7 @@ def test_a_run_keeps_the_settings_of_the_folder_it_started_from(train, tmp_path,
     for path in (tmp_path / "out/step_000002", tmp_path / "again/step_000001", convert_to_hf(tmp_path / "out")):
         config = json.loads((path / "config.json").read_text())
         assert config["bos_token_id"] == 3 and config["eos_token_id"] == [4, 5] and config["pad_token_id"] == 6
-        assert config["max_position_embeddings"] == 1000
+        assert config["max_position_embeddings"] == load_model(path).config.block_size == 1000
         for name in ("tokenizer.json", "generation_config.json"):
             assert (path / name).read_text() == (theirs / name).read_text()
     assert_equal_weights(tmp_path / "out", tmp_path / "again")

@@ -153,16 +153,6 @@ def test_the_context_is_the_longest_that_the_weights_were_trained_at(train, tmp_
     assert json.loads((newest(out) / "config.json").read_text())["max_position_embeddings"] == 96
 
 
-@pytest.mark.parametrize("block_size, context", [(32, 128), (160, 160)])
-def test_published_weights_keep_their_context_in_a_finetune(train, tmp_path, block_size, context):
-    publish(tmp_path / "hf")
-    assert context_of(tmp_path / "hf") == 128
-    model = {"vocab_size": 257, "rope_theta": 10000.0, "norm_eps": 1e-6, "n_embd": 64, "ffn_dim": 96}
-    train(**model, rope_scaling=SCALING, init_from=tmp_path / "hf", block_size=block_size, max_iters=1)
-    assert context_of(tmp_path / "out") == context
-    assert json.loads((newest(tmp_path / "out") / "config.json").read_text())["max_position_embeddings"] == context
-
-
 def chats(folder, base):
     """A dataset of conversations for the weights in a folder, and the settings that train on it without learning."""
     turns = [{"prompt": prose(i, 4), "completion": prose(50 + i, 3)} for i in range(60)]

@@ -36,7 +36,7 @@ def test_what_sample_cannot_read_gets_a_sentence(draw, tmp_path):
     for name, least in dict(batch_size=1, window=2, num_samples=1, max_new_tokens=0, top_k=1).items():
         assert draw(**{name: least - 1}) == ("", f"{name} is {least - 1}: it must be at least {least}")
     assert draw(evaluate="none.txt") == ("", "[Errno 2] No such file or directory: 'none.txt'")
-    assert "holds no checkpoint: train a model first, or name another folder" in draw(out_dir=tmp_path / "nowhere")[1]
+    assert "holds no weights: expected a run with a checkpoint, or" in draw(out_dir=tmp_path / "nowhere")[1]
 
 
 def test_a_copied_folder_samples_the_same_text_as_its_checkpoint(draw, alone, tmp_path):
