@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import model
 from configurator import check
 from data.tokenizer import DOC_START, LLAMA3_VOCAB, files_to_save, object_in, to_json
 from model import ROPE_SCALING_KEYS, LlamaConfig
-from runtime.distributed import from_rank_0
+from runtime.distributed import from_rank_0, group_rank
 
 WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matrices packed in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
@@ -95,7 +94,7 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
     or empty. Hybrid sharding has a replica of all rows on each machine: the first machine writes.
     """
     if not isinstance(x, DTensor):
-        return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
+        return 0, x.detach(), group_rank() == 0
     first = 0
     writes = True
     mesh = x.device_mesh

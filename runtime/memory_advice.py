@@ -177,13 +177,11 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
 
 def out_of_memory_message(config: LlamaConfig, run: RunShape, device: str) -> str:
     """What takes most memory in a run that ran out of it, and which settings would lower it."""
-    gib = card_gib(device)
     now = peak_gib(config, run)
     phase, at_peak = parts(config, run)
     largest = sorted(at_peak, key=lambda part: -part.bytes)[:3]
-    of_card = f", the card has {gib:.1f}" if gib else ""
     lines = [
-        f"out of memory: this run takes about {now:.1f} GiB{of_card}",
+        f"out of memory: this run takes about {now:.1f} GiB, the card has {card_gib(device):.1f}",
         f"most of it ({phase}): " + ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest),
     ]
     helpful = advice(config, run)

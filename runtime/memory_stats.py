@@ -45,9 +45,9 @@ def missing_cpu_bytes(n_bytes: float) -> float:
     return all_reduce_max([n_bytes * local_world_size - cpu_available()])[0]
 
 
-def card_gib(device: str) -> float | None:
-    """The GPU's memory; None for a CPU."""
-    return None if device == "cpu" else torch.cuda.get_device_properties(device).total_memory / 2**30
+def card_gib(device: str) -> float:
+    """The GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
 def used_gib(device: str) -> float:

@@ -61,7 +61,8 @@ def test_ctrl_c_saves_and_resume_repeats_losses_bit_for_bit(train, text_data, tm
 def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, tmp_path):
     script = wrapped(
         tmp_path,
-        "import model\n"
+        "import model, runtime.memory_advice\n"
+        "runtime.memory_advice.card_gib = lambda device: 24\n"
         "def full(*args, **options): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
         "model.Llama.forward = full",
     )
@@ -157,11 +158,11 @@ def test_broken_or_closed_streams_do_not_stop_training(text_data, tmp_path, befo
     assert checkpoint.newest(tmp_path / "out").name == "step_000008"
 
 
-def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number=signal.SIGHUP):
+def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", eval_iters=100)
-    script = wrapped(tmp_path, at_read(8, f"signal.raise_signal({number:d})"))  # six of steps 1 to 6, two to evaluate
+    script = wrapped(tmp_path, at_read(8, "signal.raise_signal(signal.SIGHUP)"))  # six of steps 1 to 6, two to evaluate
     done = run(settings, script)
-    assert done.returncode == 128 + number and "step 00004 | interrupted | saved" in done.stdout, done.stdout
+    assert done.returncode == 128 + signal.SIGHUP and "step 00004 | interrupted | saved" in done.stdout, done.stdout
     assert not any("val_loss" in line for line in metrics(tmp_path / "out"))
 
 
