@@ -107,8 +107,7 @@ def next_run(requests):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    paths = [os.path.dirname(sys.argv[0])]
-    sys.path[:1] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[0] = os.path.dirname(sys.argv[0])
     return sys.argv[0]
 
 

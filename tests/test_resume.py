@@ -37,27 +37,17 @@ def test_machines_that_do_not_share_out_dir_are_refused_before_training(train_on
     assert not list(tmp_path.glob("machine*/out/step_*"))
 
 
-@pytest.mark.parametrize("hidden", ["from the list", "altogether"])
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(train_on_ranks, alone, tmp_path, hidden):
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(train_on_ranks, alone, tmp_path):
     """As if a network file system showed rank 1 a new folder late: no rank may take the newest one for damaged."""
     shutil.copytree(alone, tmp_path / "out")
     before = (
-        "import builtins, pathlib\nglob, read = pathlib.Path.glob, open\n"
+        "import pathlib\nglob = pathlib.Path.glob\n"
         "late = lambda path: os.environ['RANK'] == '1' and 'step_000020' in str(path)\n"
         "pathlib.Path.glob = lambda self, pattern: [path for path in glob(self, pattern) if not late(path)]\n"
     )
-    if hidden == "altogether":
-        before += "builtins.open = lambda path, *args, **more: read('/gone' if late(path) else path, *args, **more)\n"
-    script = wrapped(tmp_path, before)
-    done = train_on_ranks(2, script, code=int(hidden == "altogether"), max_iters=21, lr_decay_iters=20)
-    names = {path.name for path in (tmp_path / "out").glob("step_*")}
-    if hidden == "altogether":
-        assert done.stderr == "rank 1: No such file or directory: /gone\n" and names == {
-            "step_000010",
-            "step_000020",
-        }, done.stderr
-    else:
-        assert f"resumes   {tmp_path}/out/step_000020" in done.stdout and "step_000021" in names, done.stdout
+    done = train_on_ranks(2, wrapped(tmp_path, before), max_iters=21, lr_decay_iters=20)
+    assert f"resumes   {tmp_path}/out/step_000020" in done.stdout, done.stdout
+    assert (tmp_path / "out/step_000021").exists(), done.stdout
 
 
 def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys, monkeypatch):
