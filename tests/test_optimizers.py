@@ -333,7 +333,7 @@ def test_half_precision_follows_float32(train, tmp_path):
         assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
         assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / dtype), 0.05)
     for last, dtype in ((31, "bfloat16"), (32, "float16")):  # one step in each, from the previous checkpoint
-        train(max_iters=last, lr_decay_iters=30, dtype=dtype, out_dir=tmp_path / "float32")
+        train(max_iters=last, dtype=dtype, out_dir=tmp_path / "float32")
         assert step_losses(tmp_path / "float32")[-1] < 3.3, f"begins anew in {dtype}"
 
 
@@ -354,7 +354,7 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
 
 
 def test_the_float16_scale_counts_2000_steps_across_a_resume(train, tmp_path):
-    train(lr_decay_iters=12, max_iters=4, dtype="float16")
+    train(max_iters=4, dtype="float16")
     edit_run(tmp_path / "out/step_000004", loss_scale_since=6 - 2000)
-    run = train(lr_decay_iters=12, max_iters=8, dtype="float16")
+    run = train(max_iters=8, dtype="float16")
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**17, "loss_scale_since": 6}
