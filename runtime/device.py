@@ -102,9 +102,6 @@ class CUDAGraph:
         CUDAGraph.recorded.add(self)
 
 
-PROFILED_STEPS = 10  # five to compile and allocate, two to warm up the profiler, three traced
-
-
 def start_profiler(out_dir: str) -> torch.profiler.profile:
     """Trace three steps, and on a GPU record the allocations of the first ten, to out_dir/profile. Call step() after
     each step, stop() at the end of the run.
@@ -124,7 +121,7 @@ def start_profiler(out_dir: str) -> torch.profiler.profile:
 
     if on_gpu:  # Python's frames, no frees: 2 us each; several KB each when written
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
-    schedule = torch.profiler.schedule(wait=PROFILED_STEPS - 5, warmup=2, active=3, repeat=1)
+    schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)  # wait: to compile and allocate
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
     profiler.start()
     return profiler
