@@ -12,7 +12,6 @@ Meta's files are read here alone.
 """
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of weights")
     args = parser.parse_args()
-    if os.path.lexists(args.folder):
+    if args.folder.exists():
         sys.exit(f"{args.folder} already exists: name a new folder")
     try:
         source = newest_model(args.source)
