@@ -15,7 +15,6 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from .flash_attention import HEAD_SIZES, flash_attention
 
@@ -77,15 +76,14 @@ def pytorch_attention(q, k, v):
             backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
         if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
             # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
-            # fall back to a kernel that holds (T, S) scores.
+            # fall back to a kernel that holds (T, T) scores.
             n_groups = q.shape[2] // k.shape[2]
             k = k.repeat_interleave(n_groups, dim=2)
             v = v.repeat_interleave(n_groups, dim=2)
             gqa = False
-    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] < k.shape[1] else None
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, T, D)
     with sdpa_kernel(backends, set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     return y.transpose(1, 2)  # (B, T, H, D): its heads lie side by side, as flash and cuDNN write them
 
 
@@ -94,10 +92,10 @@ def attention(
 ) -> torch.Tensor:
     """Causal softmax(q kᵀ / sqrt(D)) v: (B, T, H, D).
 
-    q (B, T, H, D), k and v (B, S, K, D) of any strides; the T queries are the last T of the S positions. doc_starts
-    (B, T): the first position that each token sees; PyTorch's attention does not support it, so our kernel computes
-    it, whatever the backend. backend: 'auto', 'triton' (T = S only) or 'sdpa', PyTorch's.
+    q (B, T, H, D), k and v (B, T, K, D) of any strides. doc_starts (B, T): the first position that each token sees;
+    PyTorch's attention does not support it, so our kernel computes it, whatever the backend. backend: 'auto', 'triton'
+    or 'sdpa', PyTorch's.
     """
-    if doc_starts is not None or (q.shape[1] == k.shape[1] and picks_triton(q, backend)):
+    if doc_starts is not None or picks_triton(q, backend):
         return flash_attention(q, k, v, doc_starts)
     return pytorch_attention(q, k, v)
