@@ -11,7 +11,6 @@ import mmap
 import torch
 
 MADV_WIPEONFORK = 18  # Linux's; missing in Python's mmap
-NEVER_FREED = []
 
 
 class _Pages(mmap.mmap):
@@ -30,15 +29,10 @@ class _Pages(mmap.mmap):
         return True
 
     def __del__(self):
-        if self.address is None:
-            return
-        with contextlib.suppress(Exception):
-            torch.cuda.synchronize(self.device)  # a copy may still be running
-        with contextlib.suppress(Exception):
-            if int(torch.cuda.cudart().cudaHostUnregister(self.address)) == 0:
-                return
-        # Unregistering failed: never reuse these addresses, because CUDA still considers them pinned.
-        NEVER_FREED.append(self)
+        if self.address is not None:
+            with contextlib.suppress(Exception):  # after an error of CUDA, or at the interpreter's end
+                torch.cuda.synchronize(self.device)  # a copy may still be running
+                torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
