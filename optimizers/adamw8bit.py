@@ -1,13 +1,11 @@
 """AdamW whose moments take one byte each: 2.03 bytes per parameter instead of 8. kernels/adamw8bit.py has the formula.
 
 The 256 elements that share a scale (2,048 in the paper) lie within one row. So under FSDP each rank's rows have their
-own scales, and any number of ranks can read a checkpoint. Vectors, small matrices and those whose rows are not a
-multiple of 256 keep AdamW's float32 moments. The embedding's have 8 bits too; the paper keeps 32.
+own scales, and any number of ranks can read a checkpoint. Vectors and matrices whose rows are not a multiple
+of 256 keep AdamW's float32 moments. The embedding's have 8 bits too; the paper keeps 32.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
-
-import math
 
 import torch
 
@@ -16,14 +14,12 @@ from kernels.adamw8bit import adamw8bit_on_cpu
 from kernels.dynamic_map import ABSMAX_BLOCK
 from optimizers.adamw import AdamW
 
-SMALL = 4096  # elements; smaller parameters are not worth the error
-
 
 class AdamW8bit(AdamW):
     c_files = ("adamw.c", "adamw8bit.c")
 
     def states(self, name, shape, rows):
-        if len(shape) < 2 or shape[-1] % ABSMAX_BLOCK or math.prod(shape) < SMALL:
+        if len(shape) < 2 or shape[-1] % ABSMAX_BLOCK:
             return super().states(name, shape, rows)
         codes = (shape, torch.uint8)
         absmax = ((*shape[:-1], shape[-1] // ABSMAX_BLOCK), torch.float32)
