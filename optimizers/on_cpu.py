@@ -50,7 +50,6 @@ class OnCPU(Optimizer):
     """streamed: the model's weights, if they stay in CPU memory and FSDP does not move them."""
 
     device = "cpu"
-    scalar_dtype = torch.float64  # Python's
 
     def __init__(self, model, rule, *, streamed: StreamedWeights | None = None, **options):
         self.streamed = streamed

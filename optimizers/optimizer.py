@@ -34,7 +34,6 @@ SPLIT_AT_ONCE = 2**24  # elements of a master
 
 class Optimizer:
     device: str | None = None  # of masters and states; None: each parameter's own
-    scalar_dtype = torch.float32  # of the norm and of scalars computed from it
     async_save = True  # whether there is memory for copies, from which checkpoints are written during training
     cpu_weights: dict[str, torch.Tensor] = {}  # by name, the weights that runtime/stream_weights.py keeps on the CPU
 
@@ -64,7 +63,7 @@ class Optimizer:
         self.n_steps = 0  # of the run so far, counted by the CPU: a CUDA graph's replays are not
         # On the masters' device, so that a CUDA graph can replay the step and no step waits for the previous one.
         device = self.device or local(first).device
-        self.lr = torch.zeros((), dtype=self.scalar_dtype, device=device)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self.loss_scale = LossScale(device) if scales_loss else None
 
@@ -123,7 +122,7 @@ class Optimizer:
         norm = self.local_norm()
         if self.ranks.shard is not None:
             norm = self.ranks.sum(norm.square_()).sqrt_()
-        return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
+        return norm.to(self.lr.device)  # OnCPU waits here for the GPU
 
     def finish(self) -> None:
         pass
