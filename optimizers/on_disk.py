@@ -82,11 +82,10 @@ class OnDisk(OnCPU):
         if not master.numel():  # a rank may hold nothing of a small parameter
             return
         in_file = {state: x for state, x in {"": master, **states}.items() if self.file.holds(x)}
-        n_rows = len(master)
-        n = rows_at_once(list(in_file.values())) if in_file else n_rows
-        for first in range(0, n_rows, n):
-            rows = slice(first, first + n)
-            yield rows, {state: x[rows] if n < n_rows else x for state, x in in_file.items()}
+        n_rows = rows_at_once(list(in_file.values()))
+        for first in range(0, len(master), n_rows):
+            rows = slice(first, first + n_rows)
+            yield rows, {state: x[rows] for state, x in in_file.items()}
 
     def _piece(self, rows, in_file, buffer):
         pages = {}
