@@ -9,7 +9,7 @@ import transformers
 
 from convert import convert
 from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
-from lora import add_lora, merge_lora
+from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from runtime.checkpoint import load_model
 from tests.datasets import toy_dataset
@@ -18,7 +18,6 @@ from tests.runs import SHORT, SMALL, assert_close, damage, error_of, finish, los
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
 BASES = {name: {"quantize_base": name} for name in ("none", "nf4")} | {"float8": {"fp8": True}}
-each_base = pytest.mark.parametrize("quantize_base", ["none", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
 
 
@@ -68,18 +67,6 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(qu
         found = model.get_parameter(name).grad
         assert (found - gradient).norm() < 1e-10 * gradient.norm() + 1e-14, name
     assert all((p.grad is None) != p.requires_grad for p in model.parameters())
-
-
-@each_base
-def test_merged_model_is_plain_and_computes_the_same(quantize_base, plain_pytorch_on_one_core):
-    model, _ = adapted(quantize_base)
-    tokens = torch.randint(0, 64, (1, 8))
-    before = model(tokens)
-    merge_lora(model)
-    assert not any(isinstance(module, LoRALinear) for module in model.modules())
-    assert list(model.state_dict()) == list(Llama(TINY).state_dict())
-    assert (model(tokens) - before).abs().max() < 1e-12
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
