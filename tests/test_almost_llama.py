@@ -54,9 +54,3 @@ def test_a_tied_file_may_keep_the_head_alone(tmp_path):
     edit_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="expected model.embed_tokens.weight of shape .* has none"):
         load_model(tmp_path)
-
-
-def test_a_padded_vocabulary_is_read(tmp_path):
-    """As in models that add a padding token to Llama 3's 128,256."""
-    publish(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=128257)
-    assert_same_model(tmp_path, tmp_path)
