@@ -18,6 +18,7 @@ from kernels.rms_norm import rms_norm_forward
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from test_kernels import BF16, DEVICE, HAS_GPU, needs_gpu, relative_error, run, widened
+from tests.test_model import batch, loss_and_gradients
 
 # The interpreter's own rounding to float8 is wrong if it carries into the exponent, and for the smallest numbers.
 ERROR = 0.038 if HAS_GPU else 0.1
@@ -170,29 +171,18 @@ def test_compiles_into_one_graph():
 SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size=64, block_size=16)
 
 
-def loss_and_gradients(dtype=BF16, fp8=True, **how):
-    model = Llama(LlamaConfig(**SMALL), Execution(**how)).to(DEVICE, dtype)
-    if fp8:
-        use_fp8(model, "cpu" if model.how.kernels == "none" else DEVICE)  # the references take any dtype
-    model.init_weights(seed=1, device="cpu")
-    torch.manual_seed(1)
-    tokens, targets = torch.randint(64, (2, 2, 16 if HAS_GPU else 2), device=DEVICE)
-    loss = model(tokens, targets)
-    loss.backward()
-    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16():
-    (loss, gradients) = loss_and_gradients()
-    (expected, of_bf16) = loss_and_gradients(fp8=False)
-    assert abs(loss - expected) < 0.01 and loss != expected
-    errors = {name: relative_error(gradient, of_bf16[name].double()) for name, gradient in gradients.items()}
+@pytest.mark.parametrize("kernels", ["all", "none"])
+def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16(kernels):
+    results = []
+    for fp8 in (True, False):
+        model = Llama(LlamaConfig(**SMALL), Execution(kernels=kernels)).to(DEVICE, BF16)
+        if fp8:
+            use_fp8(model, DEVICE)
+        model.init_weights(seed=1, device="cpu")
+        results.append(loss_and_gradients(model, *batch(n_time=16 if HAS_GPU else 2, vocab_size=64)))
+    errors = {name: relative_error(x, results[1][name].double()) for name, x in results[0].items()}
+    assert 0 < errors.pop("loss") < 0.003
     assert max(errors.values()) < (0.15 if HAS_GPU else 0.3), errors
-
-
-def test_model_without_fused_kernels_rounds_to_float8_too():
-    (loss, _), (in_float32, _) = (loss_and_gradients(torch.float32, kernels="none", fp8=fp8) for fp8 in (True, False))
-    assert 0 < abs(loss - in_float32) < 0.01
 
 
 @pytest.mark.parametrize("device, changes, message", [
