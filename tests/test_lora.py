@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from convert import convert
-from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
+from kernels import Linear, NF4LoRALinear
 from lora import add_lora
-from model import Execution, Llama, LlamaConfig
+from model import Llama, LlamaConfig
 from runtime.checkpoint import load_model
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, assert_close, damage, error_of, finish, losses, prose, run, step_losses
@@ -19,54 +19,6 @@ TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, voca
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
 BASES = {name: {"quantize_base": name} for name in ("none", "nf4")} | {"float8": {"fp8": True}}
 each_run = pytest.mark.parametrize("name", BASES)
-
-
-def adapted(quantize_base, **how):
-    """A tiny model whose adapters are not zero, and the equivalent dense weights, by name."""
-    torch.manual_seed(1)
-    model = Llama(TINY, Execution(**how)).double()
-    model.init_weights(1)
-    dense = {name: p.detach().clone() for name, p in model.named_parameters()}
-    add_lora(model, 3, 5.0, quantize_base)
-    model.init_weights(1)
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            torch.nn.init.normal_(module.lora_b, std=0.1)
-        if isinstance(module, NF4LoRALinear):  # each published matrix by itself, as bitsandbytes has them
-            matrices = dense[f"{name}.weight"].split(module.rows)
-            back = [dequantize_nf4(quantize_nf4(w.float()), torch.empty_like(w)) for w in matrices]
-            dense[f"{name}.weight"] = torch.cat(back)
-    return model, dense
-
-
-@pytest.mark.parametrize("quantize_base, fused", [("none", False), ("nf4", False), ("nf4", True)])
-def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(quantize_base, fused, request):
-    if not fused:
-        request.getfixturevalue("plain_pytorch_on_one_core")
-    # also in chunks of the MLP
-    how = dict(checkpointing="full", mlp_chunks=2) if fused else dict(kernels="none")
-    model, dense = adapted(quantize_base, attention="sdpa", **how)
-    leaves = {}
-    weights = dict(dense)
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            leaves[name] = p.detach().clone().requires_grad_()
-    for name in [name.removesuffix(".lora_a") for name in leaves if name.endswith("lora_a")]:
-        a = leaves[f"{name}.lora_a"].split(3)
-        b = leaves[f"{name}.lora_b"].split(model.get_submodule(name).rows)
-        weights[f"{name}.weight"] = dense[f"{name}.weight"] + 5 / 3 * torch.cat(
-            [b_i @ a_i for a_i, b_i in zip(a, b, strict=True)]
-        )
-    plain = Llama(TINY, Execution(kernels="none", attention="sdpa")).double()
-    tokens, targets = torch.randint(0, 64, (2, 2, 5))
-    truth = torch.func.functional_call(plain, weights, (tokens, targets))
-    loss = model(tokens, targets)
-    loss.backward()
-    assert abs(loss.item() - truth.item()) < 1e-12
-    for name, gradient in zip(leaves, torch.autograd.grad(truth, leaves.values()), strict=True):
-        found = model.get_parameter(name).grad
-        assert (found - gradient).norm() < 1e-10 * gradient.norm() + 1e-14, name
-    assert all((p.grad is None) != p.requires_grad for p in model.parameters())
 
 
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
