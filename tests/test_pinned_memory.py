@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,38 +23,26 @@ def test_pinned_tensor_is_a_tensor_like_any_other(monkeypatch, shape, dtype=torc
     assert torch.equal(x.copy_(values), values) and torch.equal(x.clone().sum(), values.sum())
 
 
-class Cudart:
-    """Stands for CUDA's runtime: records its calls. register: its answer to cudaHostRegister."""
-
-    def __init__(self, monkeypatch, register=0):
-        gc.collect()  # earlier tests' memory is CUDA's to unregister
-        self.calls = []
-        self.register = register
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda i: self.calls.append(("wait", i)))
-
-    def cudaHostRegister(self, address, n_bytes, flags):
-        self.calls.append(("register", address, n_bytes, flags))
-        return self.register
-
-    def cudaHostUnregister(self, address):
-        self.calls.append(("unregister", address))
-        return 0
-
-
 def test_pages_are_unregistered_with_the_last_tensor_in_them(monkeypatch):
-    cudart = Cudart(monkeypatch)
+    gc.collect()  # earlier tests' memory is CUDA's to unregister
+    calls = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *arguments: calls.append(("register", *arguments)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("unregister", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda i: calls.append(("wait", i)))
     x = pinned_memory.pinned_empty((3, 100), torch.float32)
     address = x.data_ptr()
-    assert cudart.calls == [("register", address, 1200, 0)]
+    assert calls == [("register", address, 1200, 0)]
     part = x[1:, 50].view(-1)
     del x
     gc.collect()
-    assert part.zero_().sum() == 0 and len(cudart.calls) == 1
+    assert part.zero_().sum() == 0 and len(calls) == 1
     del part
     gc.collect()
-    assert cudart.calls[1:] == [("wait", 3), ("unregister", address)]
+    assert calls[1:] == [("wait", 3), ("unregister", address)]
 
 
 @needs_gpu
