@@ -21,20 +21,6 @@ from tests.runs import ROOT, SHORT, SMALL, assert_close, error_of, finish, losse
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-PLAIN = {}  # losses by settings: several tests compare with the same run
-
-
-@pytest.fixture
-def plain_losses(train, tmp_path):
-    def plain_losses(**settings):
-        if str(settings) not in PLAIN:
-            train(out_dir=tmp_path / "plain", **settings)
-            PLAIN[str(settings)] = step_losses(tmp_path / "plain")
-        return PLAIN[str(settings)]
-
-    return plain_losses
-
-
 def test_the_loss_falls_well_below_that_of_a_guess_and_is_drawn(train, tmp_path):
     train(max_iters=100, eval_interval=100)
     first = step_losses(tmp_path / "out")[0]
@@ -92,13 +78,12 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
     dict(offload="all", n_layer=5, n_embd=16, activation_checkpointing="full"),  # in groups of sequences
     dict(offload="all", n_layer=1, activation_checkpointing="selective"),
 ], ids=str)  # fmt: skip
-def test_kernels_checkpointing_and_offload_do_not_change_the_losses(
-    train, plain_losses, tmp_path, monkeypatch, settings
-):
+def test_kernels_checkpointing_and_offload_do_not_change_the_losses(train, tmp_path, monkeypatch, settings):
     monkeypatch.setattr("kernels.execution.MLP_CHUNK", 1)  # a group of sequences then has 4C tokens
     train(**settings)
     shape = {name: settings[name] for name in ("n_layer", "n_embd", "tie_embeddings") if name in settings}
-    assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 1e-5)
+    train(**shape, out_dir=tmp_path / "plain")
+    assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "out"), 1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -191,10 +176,11 @@ def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train, tm
     assert epochs[0] != epochs[1] and sorted(epochs[0]) != sorted(epochs[1]), "same order, or cut at the same places"
 
 
-def test_compiled_blocks_have_the_same_losses(train, plain_losses, tmp_path):
+def test_compiled_blocks_have_the_same_losses(train, tmp_path):
     run = train(n_layer=1, compile=True)
     assert run["model"].layers[0]._compiled_call_impl is not None
-    assert_close(plain_losses(n_layer=1), step_losses(tmp_path / "out"), 1e-4)
+    train(n_layer=1, out_dir=tmp_path / "plain")
+    assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "out"), 1e-4)
 
 
 def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
