@@ -23,15 +23,10 @@ from kernels.attention import activate_flash_attention_4
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
 from runtime.hf import ACTIVATIONS, hf_names
+from test_kernels import BF16, DEVICE, FP32, FP64, HAS_GPU, needs_gpu
 from tests.published import hf_llama
 from tests.watch import Watch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-BF16 = torch.bfloat16
-FP32 = torch.float32
-FP64 = torch.float64
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 PLAIN = {"kernels": "none"}
 MODES = ["none", "selective", "full"]
 
