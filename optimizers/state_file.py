@@ -21,13 +21,12 @@ import fcntl
 import math
 import mmap
 import os
-import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from runtime.distributed import local_world_size, on_all_ranks, print0, stop_on_error
+from runtime.distributed import on_all_ranks, print0, stop_on_error
 
 PAGE = 4096  # direct I/O reads and writes multiples of this
 THREADS = 4  # to read and write
@@ -115,18 +114,7 @@ def open_state_file(offload_dir: str, n_bytes: float) -> StateFile:
     Ends the run if there is no room or no folder. Every rank must call it.
     """
     folder = os.path.expanduser(offload_dir)
-    n_bytes = math.ceil(n_bytes)
     with stop_on_error():
-        on_all_ranks(lambda: _require_room(folder, n_bytes * local_world_size))
-        file = on_all_ranks(lambda: StateFile(folder, n_bytes))
+        file = on_all_ranks(lambda: StateFile(folder, math.ceil(n_bytes)))
     print0(f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}")
     return file
-
-
-def _require_room(folder: str, n_bytes: int) -> None:
-    if not os.path.isdir(folder):
-        raise ValueError(f"offload_dir {folder} is not a folder: make one on an NVMe drive")
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes:
-        needed = f"the state takes {n_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
-        raise ValueError(f"offload_dir {folder} is too small: {needed}; free some, or add --optimizer_bits=8")
