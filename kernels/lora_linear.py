@@ -38,8 +38,6 @@ class LoRALinear(Linear):
 
     def __init__(self, base: Linear, rank: int, alpha: float):
         nn.Module.__init__(self)
-        if rank < 1:
-            raise ValueError(f"rank {rank}: expected at least 1")
         self.out_features, self.in_features = base.weight.shape
         self.rows = base.rows
         self.bias = None

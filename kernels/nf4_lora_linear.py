@@ -14,26 +14,19 @@ Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://ar
 import torch
 
 from .dynamic_map import ABSMAX_BLOCK
-from .linear import Linear, apply_projection
+from .linear import apply_projection
 from .lora_linear import LoRALinear
 from .nf4 import NF4, NF4_BLOCK, dequantize_nf4, quantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
-    """LoRALinear whose frozen weight (O, C) is NF4: `weight` holds its codes (O, C / 2). ValueError unless C is even
-    and each matrix in it has a multiple of 64 elements. On the meta device they are only shapes, which
-    runtime/checkpoint.py's read_base fills.
+    """LoRALinear whose frozen weight (O, C) is NF4: `weight` holds its codes (O, C / 2). C must be even, and each
+    matrix in it a multiple of 64 elements. On the meta device they are only shapes, which runtime/checkpoint.py's
+    read_base fills.
     """
 
     frozen = ("weight", "scale_codes", "scale_absmax", "offset")
     codes_dtype = torch.float8_e4m3fn  # really bytes, but FSDP needs floating-point parameters (torch 2.11)
-
-    def __init__(self, base: Linear, rank: int, alpha: float):
-        for n_out in base.rows:
-            if base.in_features % 2 or n_out * base.in_features % NF4_BLOCK:
-                shape = f"{n_out} x {base.in_features}: --quantize_base=none"
-                raise ValueError(f"quantize_base=nf4 needs an even width and groups of 64 weights, not {shape}")
-        super().__init__(base, rank, alpha)
 
     def reference(self, x):
         return apply_projection(self, x, *self.tensors())  # plain autograd would keep the weight read back
