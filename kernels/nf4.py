@@ -39,7 +39,7 @@ QUANTIZED_AT_ONCE = 2**20  # weights: the temporaries stay smaller than a large 
 
 
 class NF4(NamedTuple):
-    """A weight (..., C) of n elements. The parts may be viewed in other shapes; codes gives the weight's."""
+    """A weight (..., C) of n elements."""
 
     codes: torch.Tensor  # uint8 (..., C / 2), two per byte
     scale_codes: torch.Tensor  # uint8 (n / 64,)
@@ -52,7 +52,7 @@ def values_on(device: torch.device) -> torch.Tensor:
 
 
 def dequantize_nf4_reference(weight, out=None):
-    scale = dequantize_blocks_reference(weight.scale_codes.view(-1), weight.scale_absmax, signed=True) + weight.offset
+    scale = dequantize_blocks_reference(weight.scale_codes, weight.scale_absmax, signed=True) + weight.offset
     halves = torch.stack((weight.codes >> 4, weight.codes & 15), dim=-1).view(-1, NF4_BLOCK).int()
     w = values_on(scale.device)[halves] * scale[:, None]
     out = _empty_weight(weight.codes) if out is None else out

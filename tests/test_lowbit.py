@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import NF4, dequantize_nf4, quantize_nf4, reference
+from kernels import dequantize_nf4, quantize_nf4, reference
 from kernels.dynamic_map import (
     ABSMAX_BLOCK,
     bounds,
@@ -156,12 +156,6 @@ def test_nf4_keeps_zeros_and_shows_a_nan(dequantize):
     assert (dequantize(quantize_nf4(weight))[2] == 0).all()
     weight[7, 100] = float("nan")
     assert dequantize(quantize_nf4(weight)).isnan().all()
-
-
-def test_nf4_parts_may_be_viewed_by_rows():
-    whole = quantize_nf4(0.02 * torch.randn(8, 4096, device=DEVICE))
-    by_rows = NF4(whole.codes, whole.scale_codes.view(8, -1), whole.scale_absmax, whole.offset.view(1))
-    assert_same([dequantize_nf4(by_rows)], [dequantize_nf4(whole)], "by rows")
 
 
 def test_nf4_compiles_into_one_graph():
