@@ -17,7 +17,6 @@ from .launch import INTERPRETED, tl, triton, use_triton
 
 def add_low_rank_reference(y, a, b, first=0):
     y[:, first : first + len(b)].addmm_(a, b.T)
-    return y
 
 
 @triton.jit
@@ -44,11 +43,11 @@ def _add_low_rank_kernel(
 
 
 @torch.no_grad()
-def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int = 0) -> torch.Tensor:
+def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int = 0) -> None:
     """y (N, C) += a (N, R) b (O, R)ᵀ in its columns first .. first + O, in place; summed in fp32, rounded once.
 
     All of one dtype, bf16, fp16 or fp32; y contiguous, a with contiguous rows, b of any strides. `first` instead of a
-    view of the columns: the compiler would copy that. Returns y.
+    view of the columns: the compiler would copy that.
     """
     assert len(y) == len(a) and first + len(b) <= y.shape[1] and a.shape[1] == b.shape[1], (y.shape, a.shape, b.shape)
     assert y.dtype == a.dtype == b.dtype and y.is_contiguous() and a.stride(1) == 1, (y.stride(), a.stride())
@@ -66,4 +65,3 @@ def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int =
             y, y.stride(0), a, a.stride(0), b, *b.stride(), len(a), len(b), first,
             RANK=rank, STEP=min(max(triton.next_power_of_2(rank), 16), 64), ROWS=rows, COLS=cols, num_warps=4,
         )  # fmt: skip
-    return y

@@ -104,12 +104,12 @@ def test_a_product_of_low_rank_is_added_in_place_within_one_rounding(rank, dtype
     b = randn(rank, 200, dtype=dtype)
     before = y.clone()
     expected = y[:, 100:300].double() + a[:, rank:].double() @ b.double()
-    assert kernels.add_low_rank(y, a[:, rank:], b.T, 100) is y
+    kernels.add_low_rank(y, a[:, rank:], b.T, 100)
     step = {torch.float32: 2**-20, torch.float16: 2**-11, BF16: 2**-8 if HAS_GPU else 2**-7}[dtype]
     assert ((y[:, 100:300].double() - expected).abs() <= step * expected.abs() + 1e-5).all()
     y[:, 100:300] = before[:, 100:300]
     assert torch.equal(y, before)
-    assert kernels.add_low_rank(y[:0], a[:0, rank:], b.T).shape == (0, 400)
+    kernels.add_low_rank(y[:0], a[:0, rank:], b.T)
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, *KINDS.values()])
