@@ -78,12 +78,11 @@ def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():
 
 
 @pytest.mark.parametrize("name, size, dtype", [
-    *((name, 100, FP32) for name in ("swiglu", "geglu")), ("cross_entropy", 1000, FP32),
-    ("rms_norm", 3000, FP16),  # the squares overflow fp16
+    ("swiglu", 100, FP32), ("geglu", 100, FP32), ("rms_norm", 3000, FP16),  # the squares overflow fp16
 ])  # fmt: skip
 def test_large_values_do_not_overflow(name, size, dtype):
-    (x, *weights), constants = OPERATIONS[name].inputs(4, 70, dtype)
-    assert_matches_float64(OPERATIONS[name], (size * x, *weights), constants)
+    (x, *weights), _ = OPERATIONS[name].inputs(4, 70, dtype)
+    assert_matches_float64(OPERATIONS[name], (size * x, *weights), ())
 
 
 @pytest.mark.parametrize("save_gate_up", [True, False])
