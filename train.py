@@ -80,6 +80,7 @@ max_iters = 10000  # steps of the whole run
 epochs: int | None = None  # passes over the training data, instead of max_iters: the one that is named later counts
 warmup_iters = 100  # steps of linear warm-up
 lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: constant, then linear over the last cooldown_iters
+lr_decay_iters: int | None = None  # step at which the cosine or the line ends; none: max_iters
 cooldown_iters = 0  # steps of wsd's decay, which ends at max_iters
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # for 2-D weights; norms are not decayed
@@ -237,7 +238,7 @@ def learning_rate_at(step: int) -> float:
         return learning_rate * (step + 1) / (warmup_iters + 1)
     if lr_schedule == "wsd":
         return final + (learning_rate - final) * min((max_iters - step) / (cooldown_iters + 1), 1.0)
-    progress = (step - warmup_iters) / (max_iters - warmup_iters)
+    progress = min((step - warmup_iters) / max((lr_decay_iters or max_iters) - warmup_iters, 1), 1.0)
     share = 1 - progress if lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return final + (learning_rate - final) * share
 

@@ -8,7 +8,7 @@ from runtime.distributed import print0, stop
 
 AT_LEAST = {  # train.py's and sample.py's
     2: ("window",),
-    1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs",
+    1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs", "lr_decay_iters",
         "eval_interval", "eval_iters", "log_interval", "timeout", "galore_rank", "n_layer", "n_head", "n_kv_head",
         "n_embd", "ffn_dim", "vocab_size", "num_samples", "top_k"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",

@@ -167,7 +167,7 @@ def test_any_split_of_a_step_gives_the_same_loss_and_gradients(model, chats):
 
 
 def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
-    common = CHAT | dict(dataset=chats, eval_iters=5, init_from="scratch", lr_schedule="wsd")  # for any max_iters
+    common = CHAT | dict(dataset=chats, eval_iters=5, init_from="scratch")
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
     refused = run(common | one | dict(init_from="auto"))
     assert refused.returncode == 1 and "--init_from=FOLDER" in refused.stderr
@@ -178,8 +178,8 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, 
     assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "two"), 2e-6)
     assert_close(*(numbers(tmp_path / name, "val_loss") for name in ("one", "two")), 2e-6)
     stopped = common | one | dict(out_dir=tmp_path / "resumed")
-    finish(stopped | dict(max_iters=4))
-    finish(stopped | dict(max_iters=8, init_from="auto"))
+    finish(stopped | dict(max_iters=4, lr_decay_iters=8))
+    finish(stopped | dict(max_iters=8, lr_decay_iters=8, init_from="auto"))
     assert losses(tmp_path / "resumed")[-5:] == losses(tmp_path / "one")[-5:]
 
 

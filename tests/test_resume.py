@@ -45,7 +45,7 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(train_on_ranks, a
         "late = lambda path: os.environ['RANK'] == '1' and 'step_000020' in str(path)\n"
         "pathlib.Path.glob = lambda self, pattern: [path for path in glob(self, pattern) if not late(path)]\n"
     )
-    done = train_on_ranks(2, wrapped(tmp_path, before), max_iters=21)
+    done = train_on_ranks(2, wrapped(tmp_path, before), max_iters=21, lr_decay_iters=20)
     assert f"resumes   {tmp_path}/out/step_000020" in done.stdout, done.stdout
     assert (tmp_path / "out/step_000021").exists(), done.stdout
 

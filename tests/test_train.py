@@ -35,14 +35,16 @@ def test_the_learning_rate_warms_up_and_decays_and_steps_take_it_and_grad_clip(t
     update = Optimizer.update
     note = lambda self: taken.append((self.lr.item(), self.grad_clip))  # noqa: E731
     monkeypatch.setattr(Optimizer, "update", lambda self: note(self) or update(self))
-    rate = dict(warmup_iters=4, min_lr=1e-4, learning_rate=1e-3)
-    train(**rate, grad_clip=0.25)
+    rate = dict(warmup_iters=4, lr_decay_iters=8, min_lr=1e-4, learning_rate=1e-3)
+    run = train(max_iters=10, **rate, eval_interval=10, grad_clip=0.25)
     rates = numbers(tmp_path / "out", "lr")
-    at_quarters = [5.5e-4 + 4.5e-4 * cosine for cosine in (1, 0.5**0.5, 0, -(0.5**0.5))]
-    assert_close(rates, [2e-4, 4e-4, 6e-4, 8e-4, *at_quarters], 1e-12)
+    at_quarters = [5.5e-4 + 4.5e-4 * cosine for cosine in (1, 0.5**0.5, 0, -(0.5**0.5), -1)]
+    assert_close(rates, [2e-4, 4e-4, 6e-4, 8e-4, *at_quarters, 1e-4], 1e-12)
     np.testing.assert_allclose(taken, [(rate, 0.25) for rate in rates], rtol=1e-7)
     run = train(out_dir=tmp_path / "linear", lr_schedule="linear", **rate)
-    assert_close([run["learning_rate_at"](step) for step in (4, 5, 8)], [1e-3, 7.75e-4, 1e-4], 1e-12)
+    assert_close([run["learning_rate_at"](step) for step in (4, 5, 8, 9)], [1e-3, 7.75e-4, 1e-4, 1e-4], 1e-12)
+    run = train(out_dir=tmp_path / "other", lr_decay_iters=2)  # it ends with the warm-up
+    assert_close([run["learning_rate_at"](step) for step in (0, 1, 2, 8)], [1e-3, 2e-3, 3e-3, 3e-4], 1e-12)
 
 
 def test_wsd_is_constant_then_linear_and_a_checkpoint_before_the_cooldown_may_be_cooled_or_extended(train, tmp_path):
@@ -123,7 +125,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
 def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
     common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
     for max_iters in (4, 8):  # resumed: the checkpoint's loss is known
-        finish(common | dict(max_iters=max_iters))
+        finish(common | dict(max_iters=max_iters, lr_decay_iters=8))
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
     found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
     assert found[0] == pytest.approx(np.log(257), abs=0.1)
