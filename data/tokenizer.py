@@ -90,7 +90,9 @@ def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, conf
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
-        tokenizer = read_model(find_model(folder))
+        sizes = (config.get("vocab_size"), read_object(folder, "params.json").get("vocab_size"))
+        is_llama3 = name == "llama3" or LLAMA3_VOCAB in sizes
+        tokenizer = read_model(find_model(folder, ROOT) if is_llama3 else find_model(folder))
     tokenizer.chat_template = template_in(files)
     return tokenizer
 
@@ -213,12 +215,13 @@ def read_model(file: Path) -> Tokenizer:
     return Tiktoken(llama3_encoding(content, file), {"tokenizer.model": content})
 
 
-def find_model(folder: Path) -> Path:
-    """Meta's tokenizer.model in a folder."""
-    file = next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
+def find_model(*places: Path) -> Path:
+    """The first tokenizer.model of Meta's in these folders."""
+    files = [place / name for place in places for name in MODEL_FILES]
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise FileNotFoundError(
-            f"no tokenizer.json or tokenizer.model in {folder}. {how_to_fetch(folder)}. "
+            f"no tokenizer.json or tokenizer.model in {' or in '.join(map(str, places))}. {how_to_fetch(places[0])}. "
             "For Llama 3's accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
             f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
         )
