@@ -51,6 +51,8 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
         return tokenizer
     path = Path(name)
+    if path.suffix == ".gguf":
+        raise ValueError(f"{name} is no tokenizer's file. {how_to_fetch(path)}")
     if path.is_dir() or path.name == "tokenizer.json":
         return tokenizer_of(path if path.is_dir() else path.parent)
     if path.is_file():
