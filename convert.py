@@ -179,6 +179,8 @@ def main() -> None:
         print(f"{args.folder}: {source} in {args.dtype}")
     except (OSError, ValueError) as error:
         sys.exit(f"{args.folder} is not written: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

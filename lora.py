@@ -35,7 +35,7 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
 
     alpha: adapters are scaled by alpha / rank. quantize_base: of the frozen projections, 'nf4', or 'none' to keep their
     dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
-    dtype; init_weights initialises them.
+    dtype; init_weights initialises them. ValueError for shapes that NF4 cannot hold.
     """
     model.requires_grad_(False)
 

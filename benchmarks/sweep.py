@@ -29,7 +29,7 @@ from benchmarks.peers import PEERS
 from benchmarks.records import Record
 from benchmarks.settings import read_settings
 from benchmarks.tables import is_measured
-from benchmarks.trainers import TRAINERS
+from benchmarks.trainers import TRAINERS, llama_config
 
 # settings
 preset: Literal["study", "8b", "finetune"] | None = None  # a set of settings, which other flags override
@@ -125,6 +125,7 @@ def main(argv: list[str]) -> None:
     if s.offload != "none":
         s.flags = [f"--offload={s.offload}", *s.flags]
     s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1
+    llama_config(s.config)  # a SettingError now, not after the card has been measured
     record = runner.start("sweep", s, n_gpus=s.ranks)
     if s.preset == "finetune":
         finetune(s, record)

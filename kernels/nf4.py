@@ -113,9 +113,11 @@ def _dequantize_nf4_kernel(
 def quantize_nf4(weight: torch.Tensor) -> NF4:
     """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes per element.
 
-    weight (..., C): bf16, fp16 or fp32, contiguous, a multiple of 64 elements, C even.
+    weight (..., C): bf16, fp16 or fp32, contiguous. ValueError unless C is even and the elements are a multiple of 64.
     """
-    assert weight.numel() > 0 and weight.numel() % NF4_BLOCK == 0 and weight.shape[-1] % 2 == 0, weight.shape
+    if weight.numel() % NF4_BLOCK or weight.shape[-1] % 2:
+        raise ValueError(f"NF4 needs an even width and a multiple of 64 weights, not {tuple(weight.shape)}")
+    assert weight.numel() > 0, weight.shape
     assert weight.is_contiguous(), weight.stride()
     values = values_on(weight.device)
     codes = []

@@ -20,9 +20,9 @@ from .nf4 import NF4, NF4_BLOCK, dequantize_nf4, quantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
-    """LoRALinear whose frozen weight (O, C) is NF4: `weight` holds its codes (O, C / 2). C must be even, and each
-    matrix in it a multiple of 64 elements. On the meta device they are only shapes, which runtime/checkpoint.py's
-    read_base fills.
+    """LoRALinear whose frozen weight (O, C) is NF4: `weight` holds its codes (O, C / 2). ValueError unless C is even
+    and each matrix in it has a multiple of 64 elements. On the meta device they are only shapes, which
+    runtime/checkpoint.py's read_base fills.
     """
 
     frozen = ("weight", "scale_codes", "scale_absmax", "offset")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from data.files import how_to_fetch
 from data.loader import dataset_folder, dataset_parts
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
@@ -102,7 +103,10 @@ def _find_weights(out_dir, init_from):
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
     if init_from in NO_FOLDERS:
         return None
-    folder = open_folder(from_rank_0(lambda: newest_model(Path(init_from).expanduser())))
+    path = Path(init_from).expanduser()
+    if not from_rank_0(path.exists):
+        stop(f"init_from is auto, scratch, resume or a folder of weights: there is no {path}. {how_to_fetch(path)}")
+    folder = open_folder(from_rank_0(lambda: newest_model(path)))
     verify(folder)
     return folder
 

@@ -156,7 +156,9 @@ def test_seeds_are_a_band_around_their_mean_and_labels_do_not_overlap(axes):
     assert not texts["third"].overlaps(texts["single"]) and not texts["third"].overlaps(texts["seeds"])
 
 
-@pytest.mark.parametrize("flag, sentence", [("--labels=a,b", "2 for 1"), ("--x=flops", "has not ended")])
+@pytest.mark.parametrize(
+    "flag, sentence", [("--out=a.jpg", ".png, .svg, .pdf"), ("--labels=a,b", "2 for 1"), ("--x=flops", "has not ended")]
+)
 def test_what_cannot_be_drawn_gets_a_sentence(tmp_path, flag, sentence):
     with pytest.raises(SystemExit, match=sentence):
         bench.main(["run", str(leave_run(tmp_path / "a", [4.0, 3.0])), flag])

@@ -149,6 +149,12 @@ def test_a_sweep_that_only_fails_says_why_and_draws_nothing(start, monkeypatch, 
     assert "failed ValueError: this is it" in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 
+def test_a_sweep_of_a_config_that_is_not_there_says_so_before_it_measures_the_card(monkeypatch):
+    monkeypatch.setattr(runner, "start", None)
+    with pytest.raises(SystemExit, match="no_such.py"):
+        bench.main(["--config=config/no_such.py"])
+
+
 def test_the_study_is_both_sweeps_of_all_trainers_in_24_gib(card):
     card.tokens = 3 * 1024
     record = card("--preset=study")

@@ -158,6 +158,12 @@ def test_nf4_keeps_zeros_and_shows_a_nan(dequantize):
     assert dequantize(quantize_nf4(weight)).isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(20, 20), (64, 5)], ids=str)
+def test_nf4_says_which_weights_it_cannot_hold(shape):
+    with pytest.raises(ValueError, match="an even width and a multiple of 64 weights, not"):
+        quantize_nf4(torch.ones(shape))
+
+
 def test_nf4_compiles_into_one_graph():
     weight = quantize_nf4(0.02 * torch.randn(4, 64, device=DEVICE))
     out = torch.empty(4, 64, dtype=BF16, device=DEVICE)
