@@ -26,6 +26,7 @@ from benchmarks.tables import table
 from configurator import SettingError, preview
 from model import LlamaConfig
 from optimizers import rule_of
+from optimizers.adamw import AdamW
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
@@ -146,7 +147,7 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     """The estimate as text, and the run that it recommends."""
     s = read_settings(globals(), argv, for_train_py=True)
     total = gib_of(s.card)
-    named = {"block_size": s.block_size} if s.block_size else {}
+    named = {"block_size": s.block_size} if s.block_size is not None else {}
     safe = {  # full and none conflict with no other setting
         "activation_checkpointing": "full" if s.checkpointing == "any" else s.checkpointing,
         "offload": "none" if s.offload == "any" else s.offload,
@@ -170,7 +171,8 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
         return dumps(result), model, shape
     verdict = f"recommended, with a peak of {peak:.1f} GiB"
     if not fits:
-        advice = "-- --optimizer_bits=8, a shorter --block_size or a smaller --config may"
+        bits = "-- --optimizer_bits=8, " if type(shape.rule) is AdamW and not shape.lora_rank else ""
+        advice = f"{bits}a shorter --block_size or a smaller --config may"
         verdict = f"does not fit, with a peak of {peak:.1f} GiB; {advice}"
     head = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
 card={s.card}: {total:.1f} GiB - {outside} for the CUDA context and the allocator's reserve"""

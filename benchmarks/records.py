@@ -92,7 +92,10 @@ def origin(name: str, argv: list[str]) -> dict:
 
 def keep_summary(run_folder: str, name: str) -> None:
     """Write the summary that a run of train.py left, and its validation losses, as the record of that name."""
-    run = json.loads((Path(run_folder) / "summary.json").read_text())
+    try:
+        run = json.loads((Path(run_folder) / "summary.json").read_text())
+    except OSError as error:
+        sys.exit(f"{run_folder} makes no record: {error}")
     if "bits_per_byte" not in run or run["steps"] != run["settings"]["max_iters"]:
         sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
     losses = read_losses(Path(run_folder))

@@ -112,5 +112,8 @@ def main(argv: list[str]) -> None:
         groups.setdefault(label, []).append(run)
     for text in comparisons(groups):
         print(text)
-    draw_losses(groups, Path(s.out), s.x)
+    try:
+        draw_losses(groups, Path(s.out), s.x)
+    except OSError as error:
+        raise SettingError(f"--out={s.out}: {error}") from None
     print(f"drawn: {s.out}")

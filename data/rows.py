@@ -78,7 +78,7 @@ DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": o
 def open_input(path: Path) -> BinaryIO:
     """Open a file or pipe, decompressing it if its name says so."""
     if path.is_dir():
-        raise BadInput(f"{path} is a folder: give its files, {path}/*.jsonl")
+        raise BadInput(f"{path} is a folder: give its files")
     file = open(path, "rb")  # noqa: SIM115
     refuse_lfs_pointer(file.peek(), path)
     decompress = DECOMPRESSORS.get(path.suffix.lower())
@@ -88,7 +88,7 @@ def open_input(path: Path) -> BinaryIO:
 def is_json(path: Path) -> bool:
     """Whether a file's name says that it holds JSON. ValueError for a pipe, whose name does not tell it."""
     if path.is_relative_to("/dev") and not path.suffix:  # not a file in /dev/shm
-        raise ValueError(f"{path} is a pipe, whose name does not tell its format: state it with --format")
+        raise ValueError(f"{path} is a pipe, whose name does not tell its format: data/text needs --format")
     name = path.name.lower()
     for suffix in DECOMPRESSORS:
         name = name.removesuffix(suffix)

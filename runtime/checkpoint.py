@@ -273,7 +273,8 @@ def _tensors_of(path, stem):
     if (path / whole).exists():
         return _tensors_in(path, whole)
     if not index.exists():
-        raise Damaged(f"{path / whole} is missing: only whole models in .safetensors are read. {how_to_fetch(path)}")
+        advice = f": only whole models in .safetensors are read. {how_to_fetch(path)}" if stem == "model" else ""
+        raise Damaged(f"{path / whole} is missing{advice}")
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
         raise Damaged(f"{index} has no weight_map from tensor names to file names")

@@ -93,7 +93,8 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
             return folder._replace(resume_seconds=time.perf_counter() - start_time)
         except Damaged as error:
             if path == saved[0]:  # it keeps its name, so that no new run starts in its folder
-                stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
+                weights = f"if its weights are whole, a new run can begin with them, --init_from={path}"
+                stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew; {weights}")
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: mark_damaged(path))  # by now no rank is reading it
 
@@ -128,6 +129,9 @@ def check_start(start: Folder | None, config: LlamaConfig, settings: dict, datas
     if start is None:
         if settings["lora_rank"]:
             stop("lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER")
+        if settings["eval_only"] and settings["init_from"] == "auto":
+            weights = "name weights, --init_from=FOLDER, or take random ones, --init_from=scratch"
+            stop(f"{settings['out_dir']} has no checkpoint to evaluate: {weights}")
         if "train_targets" in dataset and settings["init_from"] == "auto":  # conversations
             stop("conversations alone teach random weights little: name published ones, --init_from=FOLDER, or insist "
                  "with --init_from=scratch")  # fmt: skip
@@ -224,6 +228,8 @@ def _begin(folder, base, model, optimizer, run_info) -> dict:
         read_weights(folder, parameters, model.config, optimizer.set_weight)
     if folder:
         print0(f"begins    with the weights of {folder.path}")
+        if settings["lora_rank"] and folder.run:
+            print0("          which the adapters will need: training that run further deletes them, so copy the folder")
         context = read_config(folder)[0]["block_size"]
         if model.config.block_size > context:
             print0(f"          which were trained on {context:,} tokens at a time; block_size is more")

@@ -58,6 +58,7 @@ def test_the_estimate_is_memory_pys_and_its_command_fits_with_the_configs_sequen
     assert ("in offload_dir, of each rank:" in text) == bool(shape.offload_dir)
     verdict, command = text.splitlines()[-2:]
     assert verdict.startswith("recommended" if largest else "does not fit")
+    assert ("--optimizer_bits=8, " in verdict) == (not largest)
     assert f"{memory.peak_gib(model, shape):.1f} GiB" in verdict and f" --batch_size={batch}" in command
 
 

@@ -84,7 +84,8 @@ def test_a_schedule_that_does_not_fit_into_the_epochs_gets_a_sentence(train, con
 
 def test_epochs_that_are_mostly_warm_up_get_a_sentence(train, config, few, capsys):
     for warmup_iters, warned in ((1, False), (2, True)):
-        train(config(), dataset=few, batch_size=8, epochs=1, warmup_iters=warmup_iters, eval_only=True)  # 4 steps
+        epoch = dict(batch_size=8, epochs=1, warmup_iters=warmup_iters)  # 4 steps
+        train(config(), dataset=few, init_from="scratch", eval_only=True, **epoch)
         assert ("only 4 steps, 2 of them warm-up" in capsys.readouterr().out) == warned
 
 
@@ -106,7 +107,8 @@ def test_sft_reads_200_conversations_three_times_and_evaluates_after_each(train,
 
 def test_the_header_warns_of_more_than_ten_epochs(train, few, capsys):
     for max_iters, warned in ((10, False), (11, True)):
-        train(dataset=few, batch_size=26, max_iters=max_iters, eval_only=True)  # all 26 blocks are one step's
+        all_blocks = dict(dataset=few, batch_size=26)  # are one step's
+        train(max_iters=max_iters, init_from="scratch", eval_only=True, **all_blocks)
         assert ("--epochs" in capsys.readouterr().out) == warned
 
 

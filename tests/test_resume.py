@@ -109,6 +109,17 @@ def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, c
     assert (tmp_path / "out/step_000004").exists(), "a new run would begin in its place"
 
 
+def test_a_checkpoint_that_lost_its_optimizer_is_whole_as_the_start_of_a_new_run(train, tmp_path, capsys):
+    train(max_iters=4)
+    (tmp_path / "out/step_000004/optimizer.safetensors").unlink()
+    message = error_of(train, capsys)
+    assert "optimizer.safetensors is missing. There is no older one" in message, message
+    start = tmp_path / "out/step_000004"
+    assert f"a new run can begin with them, --init_from={start}" in message, message
+    train(init_from=start, lora_rank=1, max_iters=1, out_dir=tmp_path / "new")
+    assert "which the adapters will need" in capsys.readouterr().out
+
+
 def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch):
     train()
     failure = OSError(errno.EIO, "Input/output error")

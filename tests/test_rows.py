@@ -87,7 +87,7 @@ def test_a_slow_pipe_is_read_as_a_file_is(tmp_path, name, format):
 
 
 def test_a_folder_of_rows_is_told_to_name_its_files(tmp_path):
-    with pytest.raises(BadInput, match=r"is a folder: give its files, .*/\*\.jsonl"):
+    with pytest.raises(BadInput, match="is a folder: give its files"):
         list(read_rows(tmp_path, Bad()))
 
 

@@ -80,6 +80,7 @@ MISTAKES = [
     (dict(device="cuda"), "torch finds no CUDA device"),
     (dict(n_head=3), "n_head"),
     (dict(init_from="resume"), "holds no checkpoint"),
+    (dict(eval_only=True), "has no checkpoint to evaluate: name weights"),
     (dict(init_from="resum"), "init_from is auto, scratch, resume or a folder of weights: there is no resum"),
 ]
 

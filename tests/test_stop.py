@@ -168,7 +168,8 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path):
 
 def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch):
     monkeypatch.setattr(Blocks, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
-    assert "rank 0: val.bin holds token 999: prepare it again\n" in error_of(train, capsys, eval_only=True)
+    message = error_of(train, capsys, init_from="scratch", eval_only=True)
+    assert "rank 0: val.bin holds token 999: prepare it again\n" in message
 
 
 def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
