@@ -229,7 +229,7 @@ def _begin(folder, base, model, optimizer, run_info) -> dict:
     if folder:
         print0(f"begins    with the weights of {folder.path}")
         if settings["lora_rank"] and folder.run:
-            print0("          which the adapters will need: training that run further deletes them, so copy the folder")
+            print0("          which the adapters will need. Training that run further may delete them: keep a copy")
         context = read_config(folder)[0]["block_size"]
         if model.config.block_size > context:
             print0(f"          which were trained on {context:,} tokens at a time; block_size is more")
