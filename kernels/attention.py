@@ -96,6 +96,7 @@ def attention(
     PyTorch's attention does not support it, so our kernel computes it, whatever the backend. backend: 'auto', 'triton'
     or 'sdpa', PyTorch's.
     """
+    assert q.shape[1] == k.shape[1] == v.shape[1], (q.shape, k.shape, v.shape)
     if doc_starts is not None or picks_triton(q, backend):
         return flash_attention(q, k, v, doc_starts)
     return pytorch_attention(q, k, v)
