@@ -55,17 +55,15 @@ def encode_documents(
     processes = []
     pipes = deque()
     resource_tracker.ensure_running()  # before a worker does: its start unblocks these signals
-    # Workers inherit that they are blocked: Ctrl-C is for this process, and waits until they have started.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try:
-        for _ in first:
-            pipe, workers_end = context.Pipe()
-            process = context.Process(target=work, args=(workers_end,), daemon=True)
-            process.start()
-            workers_end.close()
-            processes.append(process)
-            pipes.append(pipe)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with interrupts_held():  # a worker that has half started would print a traceback
+            for _ in first:
+                pipe, workers_end = context.Pipe()
+                process = context.Process(target=work, args=(workers_end,), daemon=True)
+                process.start()
+                workers_end.close()
+                processes.append(process)
+                pipes.append(pipe)
         for pipe, batch in zip(pipes, first, strict=True):
             with worker_alive():
                 pipe.send((tokenizer, encode))
@@ -83,6 +81,26 @@ def encode_documents(
     finally:
         for process in processes:
             process.terminate()
+
+
+@contextmanager
+def interrupts_held():
+    """Hold Ctrl-C and SIGTERM back. Processes that start inside have them blocked: Ctrl-C is for this one alone.
+
+    Blocking is not enough: a library's thread takes what this thread blocks, and Python runs the handler here.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    taken = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    handlers = [signal.signal(number, lambda number, frame: taken.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for number in taken:
+        signal.raise_signal(number)
 
 
 @contextmanager
