@@ -65,8 +65,8 @@ class _AddNormMLP(torch.autograd.Function):
             x, delta, norm_weight, eps, need_y=save_gate_up or not skip_down_proj, float8=gate_up_proj.float8_input
         )
 
-        def hidden(rows: slice | None = None):
-            projected = gate_up if save_gate_up else gate_up_proj.project(_take(normed, rows), *of_gate_up)
+        def hidden(rows):
+            projected = gate_up if save_gate_up else gate_up_proj.project(rows, *of_gate_up)
             return glu_forward(projected, activation, down_proj.float8_input)
 
         gate_up = gate_up_proj.project(normed, *of_gate_up) if save_gate_up else None
@@ -74,12 +74,12 @@ class _AddNormMLP(torch.autograd.Function):
         if skip_down_proj:
             y = x.new_empty(()).expand(shape)
         elif chunks == 1:
-            y = down_proj.project(hidden(), *of_down)
+            y = down_proj.project(hidden(normed), *of_down)
         else:
             y = x.new_empty(shape)
             y_rows = as_rows(y)
             for rows in chunks_of(len(y_rows), chunks, ALIGNED):
-                down_proj.project(hidden(rows), *of_down, out=y_rows[rows])
+                down_proj.project(hidden(_take(normed, rows)), *of_down, out=y_rows[rows])
         ctx.save_for_backward(total, norm_weight, rstd, gate_up, *tensors)
         ctx.projections = projections
         ctx.activation = activation
@@ -145,10 +145,8 @@ class _AddNormMLP(torch.autograd.Function):
         return dx, dx if need_ddelta else None, dnorm, *[None] * 6, *dweights
 
 
-def _take(x, rows: slice | None):
-    """Rows of x (..., C), or of both tensors that quantize returns; None: all of x."""
-    if rows is None:
-        return x
+def _take(x, rows: slice):
+    """Rows of x (..., C), or of both tensors that quantize returns."""
     return tuple(as_rows(part)[rows] for part in x) if isinstance(x, tuple) else as_rows(x)[rows]
 
 
