@@ -39,7 +39,7 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
     """
     model.requires_grad_(False)
 
-    def with_adapters(name: str, projection: Linear) -> LoRALinear:
+    def with_adapters(projection: Linear) -> LoRALinear:
         return KINDS[quantize_base, type(projection)](projection, rank, alpha)
 
     replace_projections(model.layers, with_adapters)
@@ -51,7 +51,7 @@ def merge_lora(model: Llama) -> None:
     W in NF4 or float8 is dequantised first: the adapters were trained on those values.
     """
 
-    def merged(name: str, projection: Linear) -> Linear:
+    def merged(projection: Linear) -> Linear:
         if not isinstance(projection, LoRALinear):
             return projection
         with torch.device("meta"):

@@ -206,7 +206,7 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
         gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
         raise ValueError(f"fp8 needs dtype bfloat16 and {gpu}: --fp8=false")
 
-    def in_float8(name: str, projection: Linear) -> FP8Linear:
+    def in_float8(projection: Linear) -> FP8Linear:
         if projection.in_features % 16 or projection.out_features % 16:
             shape = f"{projection.out_features} x {projection.in_features}"
             raise ValueError(f"fp8 needs projections whose sides are multiples of 16, not {shape}: --fp8=false")

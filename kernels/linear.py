@@ -116,16 +116,12 @@ def packed_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": module.rows for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def replace_projections(module: nn.Module, replacement: Callable[[str, Linear], Linear]) -> None:
-    """Put replacement(name, projection) in the place of every projection in a module; name: its parent's for it."""
-    places = [
-        (parent, name, child)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, Linear)
-    ]
-    for parent, name, child in places:
-        setattr(parent, name, replacement(name, child))
+def replace_projections(module: nn.Module, replacement: Callable[[Linear], Linear]) -> None:
+    """Put replacement(projection) in the place of every projection in a module."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, replacement(child))
 
 
 class _Projection(torch.autograd.Function):
