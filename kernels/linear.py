@@ -111,9 +111,11 @@ def new_sums(tensors, needed, dtype):
     ]
 
 
-def packed_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The rows of every projection in a model, by the name of its weight."""
-    return {f"{name}.weight": module.rows for name, module in model.named_modules() if isinstance(module, Linear)}
+def matrix_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """By parameter name, how many of its rows belong to each matrix that it packs: outside projections, all to one."""
+    rows = {name: tuple(parameter.shape[:1]) for name, parameter in model.named_parameters()}
+    packed = {f"{name}.weight": module.rows for name, module in model.named_modules() if isinstance(module, Linear)}
+    return rows | packed
 
 
 def replace_projections(module: nn.Module, replacement: Callable[[Linear], Linear]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from kernels.adamw import split_halves
-from kernels.linear import packed_rows
+from kernels.linear import matrix_rows
 from optimizers.loss_scale import LossScale
 from optimizers.rule import Ranks, Rule
 from runtime.distributed import local
@@ -47,8 +47,7 @@ class Optimizer:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient")
-        packed = packed_rows(model)
-        self.rows = {name: packed.get(name, tuple(p.shape[:1])) for name, p in self.parameters.items()}
+        self.rows = matrix_rows(model)
         first = next(iter(self.parameters.values()))
         groups = {}
         if isinstance(first, DTensor):

@@ -33,7 +33,7 @@ import torch
 
 from kernels import use_fp8
 from kernels.attention import triton_suits
-from kernels.linear import packed_rows
+from kernels.linear import matrix_rows
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw import AdamW
@@ -128,8 +128,8 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
             use_fp8(model)
         if run.lora_rank:
             add_lora(model, run.lora_rank, 1.0, run.quantize_base)
-    packed = packed_rows(model)
-    named = [(name, p, packed.get(name, (len(p),))) for name, p in model.named_parameters()]
+    rows = matrix_rows(model)
+    named = [(name, p, rows[name]) for name, p in model.named_parameters()]
     block = [each for each in named if each[0].startswith("layers.")]
     return block, [each for each in named if not each[0].startswith("layers.")]
 

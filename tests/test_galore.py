@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.linear import packed_rows
+from kernels.linear import matrix_rows
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.galore import GaLore
@@ -22,10 +22,10 @@ def low_rank(shape):
 
 
 def set_gradients(model):
-    packed = packed_rows(model)
+    rows = matrix_rows(model)
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            parts = [low_rank((rows, p.shape[1])) for rows in packed.get(name, (len(p),))]
+            parts = [low_rank((n_rows, p.shape[1])) for n_rows in rows[name]]
             p.grad = torch.cat(parts).to(p.dtype)
         else:
             p.grad = torch.randn(p.shape).to(p.dtype)
