@@ -85,7 +85,7 @@ class Linear(nn.Linear):
         chunk is the first; returns sums.
         """
         dy = shared
-        return (product(dy, x, sums[0], first) if needed[0] else None,)
+        return (weight_gradient(dy, x, sums[0], first) if needed[0] else None,)
 
 
 def check_weight(name, weight, n_in, dtype):
@@ -93,8 +93,8 @@ def check_weight(name, weight, n_in, dtype):
     assert fits, f"{name} {weight.dtype} {tuple(weight.shape)}: expected {dtype} (outputs, {n_in})"
 
 
-def product(dy, x, total=None, first=True):
-    """dyᵀ x; with total, added to it in total's dtype, or written to it if this is the first of several."""
+def weight_gradient(dy, x, total=None, first=True):
+    """dW = dyᵀ x; with total, added to it in total's dtype, or written to it if this is the first of several."""
     dy = as_rows(dy)
     x = as_rows(x)
     if total is None:

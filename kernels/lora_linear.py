@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .launch import as_rows
-from .linear import Linear, product
+from .linear import Linear, weight_gradient
 
 
 class LoRALinear(Linear):
@@ -122,7 +122,7 @@ class LoRALinear(Linear):
         dy, dlow = shared
         *frozen, a, b = tensors
         sum_a, sum_b = sums[-2:]
-        da = product(dlow, x, sum_a, first) if needed[-2] else None
+        da = weight_gradient(dlow, x, sum_a, first) if needed[-2] else None
         db = None
         if needed[-1]:
             dy = as_rows(dy)
@@ -132,7 +132,7 @@ class LoRALinear(Linear):
                 if sum_b is None:
                     torch.mm(dy[:, rows].T, low[:, columns], out=db[rows])
                 else:
-                    product(dy[:, rows], low[:, columns], sum_b[rows], first)
+                    weight_gradient(dy[:, rows], low[:, columns], sum_b[rows], first)
         return *(None for _ in frozen), da, db
 
     # Both scale in the matmul and write straight to where the result belongs: next to W's large matmuls,
