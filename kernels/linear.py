@@ -56,8 +56,8 @@ class Linear(nn.Linear):
 
     @staticmethod
     def round_weight(*tensors):
-        """float8 only: the rounded weight w8 and its row scales t (O,), so that what produces dy can round it too, as
-        (g8, u, w8), in which t is a part of g8. Else (None, None).
+        """float8 only: the rounded weight w8 and its row scales t (O,); else (None, None). With t the kernel that
+        writes dy also rounds it, dy diag(t) = diag(u) g8, and input_gradient takes (g8, u, w8) in place of `shared`.
         """
         return None, None
 
