@@ -64,12 +64,12 @@ class _AddNormMLP(torch.autograd.Function):
         normed, total, rstd = rms_norm_forward(
             x, delta, norm_weight, eps, need_y=save_gate_up or not skip_down_proj, float8=gate_up_proj.float8_input
         )
+        gate_up = gate_up_proj.project(normed, *of_gate_up) if save_gate_up else None
 
-        def hidden(rows):
-            projected = gate_up if save_gate_up else gate_up_proj.project(rows, *of_gate_up)
+        def hidden(normed_rows):
+            projected = gate_up if save_gate_up else gate_up_proj.project(normed_rows, *of_gate_up)
             return glu_forward(projected, activation, down_proj.float8_input)
 
-        gate_up = gate_up_proj.project(normed, *of_gate_up) if save_gate_up else None
         shape = (*x.shape[:-1], of_down[0].shape[0])
         if skip_down_proj:
             y = x.new_empty(()).expand(shape)
