@@ -18,10 +18,10 @@ MLP_CHUNK = 16384  # tokens: half as many make 16 x 2,048 of Llama 3.2 1B 3% slo
 class Execution:
     """How the model is computed, never what it computes: any choice gives the same loss, up to rounding.
 
-    kernels              all: our kernels; blocks: but the loss holds all logits at once; none: plain PyTorch
+    kernels              all: our kernels; blocks: ours, but the loss holds all logits at once; none: plain PyTorch
     attention            auto: the faster one; triton: kernels/flash_attention.py; sdpa: PyTorch's
-    checkpointing        what backward recomputes. none: nothing; selective: gate and up of each MLP, an eighth of a
-                         step of Llama 3.2 1B; full: each layer from its input, but for the down projection, a fifth
+    checkpointing        what backward recomputes. none: nothing; selective: gate and up of each MLP (an eighth of a
+                         step of Llama 3.2 1B); full: each layer from its input, except the down projection (a fifth)
     mlp_chunks           in how many chunks of tokens a recomputed MLP computes; None: see chunks_of_mlp
     offload_activations  what checkpointing keeps of each layer moves to CPU memory: kernels/offload_activations.py
 
