@@ -29,7 +29,7 @@ import torch
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Ranks, local_rows, times
+from optimizers.rule import MatrixRule, Ranks, local_rows, matmul_parts
 
 ITERATIONS = 4  # each shrinks what is left of a smaller singular value by the square of its ratio to a larger one
 
@@ -59,10 +59,10 @@ class GaLore(MatrixRule):
                 for g, q in zip(grad.split(n_rows), bases, strict=True):
                     renew(q, g, scalars[0].isfinite(), seed, ranks)
             if grad.numel():
-                projected = times(grad, bases, n_rows)
+                projected = matmul_parts(grad, bases, n_rows)
                 n = torch.zeros_like(projected)
                 self.adamw.step_on_device(n, projected, n, moments, adam_scalars)
-                direction = times(n, bases.mT, n_rows)
+                direction = matmul_parts(n, bases.mT, n_rows)
                 scale = (shard.shape[1] / self.rank) ** 0.5
                 sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
 

@@ -114,6 +114,6 @@ def local_rows(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     return [end - begin for begin, end in pairwise(bounds)]
 
 
-def times(x: torch.Tensor, matrices: torch.Tensor, n_rows: list[int]) -> torch.Tensor:
+def matmul_parts(x: torch.Tensor, matrices: torch.Tensor, n_rows: list[int]) -> torch.Tensor:
     """x (rows, C) in parts of n_rows, each multiplied by its own of the matrices (parts, C, D). Returns (rows, D)."""
     return torch.cat([part @ matrix for part, matrix in zip(x.split(n_rows), matrices, strict=True)])

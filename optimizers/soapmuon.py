@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from optimizers.normuon import NorMuon
-from optimizers.rule import local_rows, times
+from optimizers.rule import local_rows, matmul_parts
 
 WIDEST = 4096  # columns: of wider matrices the factorisation takes too long, and R and Q too many bytes
 DAMPING = 1e-2  # added to R's eigenvalues, times their mean
@@ -58,11 +58,11 @@ class SoapMuon(NorMuon):
         basis = shard.states["basis"]
         v = shard.states["avg_sq"]
         n_rows = local_rows(shard, ranks.shard)
-        square = times(g, basis, n_rows).square_()
+        square = matmul_parts(g, basis, n_rows).square_()
         v.lerp_(torch.where(finite, square, v), 1 - self.adamw.betas[1])
         u = super().direction(g, shard, finite, ranks)
         length = v.sqrt() + EPS * v.mean(dim=1, keepdim=True).sqrt()
-        return times(times(u, basis, n_rows) / length.clamp(min=1e-30), basis.mT, n_rows)
+        return matmul_parts(matmul_parts(u, basis, n_rows) / length.clamp(min=1e-30), basis.mT, n_rows)
 
 
 def next_basis(r: torch.Tensor, q: torch.Tensor, first: bool) -> torch.Tensor:
