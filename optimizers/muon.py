@@ -35,7 +35,7 @@ POLAR_EXPRESS = (
     (3.2858, -2.3681, 0.4645),
     (2.3465, -1.7098, 0.4232),
 )
-OWNED = 2**25  # elements that a rank orthogonalises at a time: ten layers' gate and up of 114M, one layer's of 1B
+ROUND_ELEMENTS = 2**25  # that a rank orthogonalises in a round: ten layers' gate and up of 114M, one layer's of 1B
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Muon(MatrixRule):
         n_ranks = dist.get_world_size(ranks.shard) if ranks.shard else 1
         rounds = []
         for kind in kinds.values():
-            owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # matrices per rank
+            owned = max(1, min(-(-len(kind) // n_ranks), ROUND_ELEMENTS // kind[0].shape.numel()))  # matrices per rank
             n = n_ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, n_ranks, ranks) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalised, i - 2 received

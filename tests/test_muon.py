@@ -83,7 +83,7 @@ def train_on_random_gradients(model, optimizer, watch):
 @pytest.mark.parametrize("config, owned", [(CONFIG, 2**25), (CONFIG, 2 * 16 * 24), (replace(CONFIG, ffn_dim=16), 1)])
 @pytest.mark.parametrize("rule", [Muon(), NorMuon(), SoapMuon(interval=2)], ids=type)
 def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule, config, owned, monkeypatch):
-    monkeypatch.setattr("optimizers.muon.OWNED", owned)
+    monkeypatch.setattr("optimizers.muon.ROUND_ELEMENTS", owned)
     monkeypatch.setattr("optimizers.soapmuon.WIDEST", 16)
     models = [llama(config), llama(config)]
     before = llama(config)
