@@ -53,7 +53,7 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # for all else; its weight decay is for all
     momentum: float = 0.9
-    lr_of_others: float = 2.0
+    lr_factor_of_others: float = 2.0
 
     def matrix_states(self, name, shape, rows):
         return {"momentum": (shape, torch.float32)}

@@ -80,7 +80,7 @@ class MatrixRule(Rule):
     It defines matrix_states and update_matrices, which are states and update for these matrices.
     """
 
-    lr_of_others = 1.0  # times the matrices' learning rate
+    lr_factor_of_others = 1.0  # AdamW's learning rate over the matrices'
 
     def states(self, name, shape, rows):
         if is_matrix_of_a_block(name, shape):
@@ -94,9 +94,9 @@ class MatrixRule(Rule):
         matrices = [x for x in shards if is_matrix_of_a_block(x.name, x.shape)]
         others = [x for x in shards if not is_matrix_of_a_block(x.name, x.shape)]
         assert matrices, f"no matrix is named layers.*, but {shards[0].name}: give Optimizer the Llama itself"
-        of_others = scalars.clone()
-        of_others[1] *= self.lr_of_others
-        self.adamw.update(others, of_others, step, ranks)
+        adamw_scalars = scalars.clone()
+        adamw_scalars[1] *= self.lr_factor_of_others
+        self.adamw.update(others, adamw_scalars, step, ranks)
         self.update_matrices(matrices, scalars, step, ranks)
 
 
