@@ -21,7 +21,7 @@ from runtime.stream_weights import StreamedWeights
 
 
 def rule_of(settings: Mapping) -> Rule:
-    """The rule that train.py's settings name. If a setting changes its states: STATE_SETTINGS in runtime/resume.py."""
+    """The rule that the settings name. Add settings that change its states to STATE_SETTINGS in runtime/resume.py."""
     kind = {32: AdamW, 8: AdamW8bit}[settings["optimizer_bits"]]
     adamw = kind(weight_decay=settings["weight_decay"])
     match settings["optimizer"]:

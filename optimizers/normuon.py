@@ -25,4 +25,4 @@ class NorMuon(Muon):
         r = states["row_avg_sq"]
         square = o.square().mean(dim=1, keepdim=True)
         r.lerp_(torch.where(scalars[0].isfinite(), square, r), 1 - self.adamw.betas[1])
-        return o / (r.sqrt() * scalars[3] + 1e-8), 0.2
+        return o / (r.sqrt() * scalars[3] + 1e-8), 0.2  # scalars[3] is AdamW's 1 / √(1 − β₂ᵗ)

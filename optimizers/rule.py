@@ -56,7 +56,7 @@ class Rule:
         return ()
 
     def update(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
-        """One update of all parameters, in place, on the GPU. Override it for rules that need whole matrices.
+        """One update of all parameters, in place, on their device. Override it for rules that need whole matrices.
 
         scalars: float32: the gradients' scale, the learning rate, scalars(t). Unless the scale is finite, nothing may
         change. step: how many updates came before this one, skipped ones included.
@@ -77,7 +77,7 @@ class Rule:
 class MatrixRule(Rule):
     """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms.
 
-    It defines matrix_states and update_matrices, which are states and update for these matrices.
+    A subclass defines adamw, and matrix_states and update_matrices: states and update for these matrices.
     """
 
     lr_factor_of_others = 1.0  # AdamW's learning rate over the matrices'
