@@ -96,19 +96,18 @@ def check_rope_scaling(scaling: dict):
 def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.float32):
     """cos and sin (end - start, D/2) of the angles at positions start..end-1, computed in fp64 and rounded once.
 
-    The llama3 scaling (3.1, 3.2) slows rotations down for contexts beyond the original one: wavelengths longer than
-    original / low_freq_factor by the whole factor, those shorter than original / high_freq_factor not at all, and those
-    in between by a blend. Recomputed in each forward (10 tiny launches, 20 with the scaling) instead of kept as a
-    buffer: `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
+    For longer contexts, 3.1 and 3.2 slow a pair by factor if it turns fewer than low_freq_factor times in the original
+    context, not at all if more than high_freq_factor times; between them it is a blend. Recomputed in each forward (10
+    tiny launches, 20 with the scaling) instead of kept as a buffer: `model.to(bfloat16)` would round a buffer, and a
+    model built on the meta device would lose it.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float64) / config.head_dim
     frequencies = config.rope_theta**-exponents  # (D/2,) radians per position
     if config.rope_scaling is not None:
         s = config.rope_scaling
-        # full turns within the original context
         turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
-        frequencies = keep * frequencies + (1 - keep) * frequencies / s["factor"]
+        smooth = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+        frequencies = smooth * frequencies + (1 - smooth) * frequencies / s["factor"]
     angles = torch.outer(torch.arange(start, end, device=device, dtype=torch.float64), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -29,13 +29,14 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 def angles(c: LlamaConfig, n_time: int, device) -> torch.Tensor:
     """How far each pair of a head's elements turns at each position, in radians: (T, D/2) float64."""
     pair = torch.arange(c.head_dim // 2, device=device, dtype=torch.float64)
-    speed = c.rope_theta ** (-2 * pair / c.head_dim)  # radians per position: the first pair turns fastest
-    if c.rope_scaling:  # Llama 3.1 and 3.2, for longer contexts. A pair that turns fewer than low times in the original
-        s = c.rope_scaling  # context is slowed by factor, more than high times not at all; between them it is a blend
-        turns = s["original_max_position_embeddings"] * speed / (2 * math.pi)
-        share = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-        speed = torch.lerp(speed / s["factor"], speed, share.clamp(0, 1))
-    return torch.outer(torch.arange(n_time, device=device, dtype=torch.float64), speed)
+    frequencies = c.rope_theta ** (-2 * pair / c.head_dim)  # radians per position: the first pair turns fastest
+    if c.rope_scaling:  # Llama 3.1 and 3.2, for longer contexts
+        # fewer than low turns in the original context: slowed by factor; more than high: not at all; between: a blend
+        s = c.rope_scaling
+        turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        smooth = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        frequencies = torch.lerp(frequencies / s["factor"], frequencies, smooth.clamp(0, 1))
+    return torch.outer(torch.arange(n_time, device=device, dtype=torch.float64), frequencies)
 
 
 def rotate(x, cos, sin):
