@@ -1,4 +1,5 @@
-"""Llama 3 in one file: the model of Llama 3, 3.1 and 3.2 (text), as published.
+"""Llama 3 in one file: the model of Llama 3, 3.1 and 3.2 (text), as published. plain_llama.py is the same function in
+plain PyTorch, and says how Llama differs from GPT-2: read it first.
 
     model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
                               block_size=2048, tie_embeddings=True))
@@ -7,12 +8,10 @@
     loss = model(tokens, targets, document_starts(tokens, first_token))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 
-Differences from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
-of LayerNorm; a gated MLP (SwiGLU); several query heads share one key/value head (grouped-query attention); no biases,
-no dropout. Grattafiori et al., The Llama 3 Herd of Models, 2024. https://arxiv.org/abs/2407.21783
-
 Shapes, here and in every comment: B batch, T time, C n_embd, H query heads, K key/value heads, D head size,
 F ffn_dim, V vocabulary, N = B·T tokens.
+
+Grattafiori et al., The Llama 3 Herd of Models, 2024. https://arxiv.org/abs/2407.21783
 """
 
 import math
