@@ -370,7 +370,7 @@ class Llama(nn.Module):
             if not parameter.requires_grad:
                 continue
             if name.endswith(("norm.weight", "lora_b")):
-                parameter.fill_(float(name.endswith("norm.weight")))
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             if parameter.ndim == 1:
                 raise NotImplementedError(f"init_weights of model.py does not know how to initialise {name}")
