@@ -154,8 +154,8 @@ if epochs:
 distributed.require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 
 
-def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens and targets, both (B, T), of blocks (B, T + 1); with mask_documents also where each document starts."""
+def make_batch(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The model's inputs of blocks (B, T + 1): tokens and targets, both (B, T); with mask_documents also doc_starts."""
     tokens, targets, marks = train_data.unpack(send_to_device(blocks, device))
     return (tokens, targets, document_starts(marks, train_data.doc_start)) if mask_documents else (tokens, targets)
 
@@ -217,9 +217,9 @@ with stop_on_error():  # in case memory cannot be pinned
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The step: forward_backward() on each micro-batch, then update()
-def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
-    """One micro-batch: adds to the gradients, returns its share of the step's loss. weight: see read_step()."""
-    loss = model(*batch) * weight / micro_steps
+def forward_backward(loss_weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
+    """One micro-batch: adds to the gradients, returns its share of the step's loss. loss_weight: see read_step()."""
+    loss = model(*batch) * loss_weight / micro_steps
     optimizer.scale(loss).backward()
     if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()  # in float32. With sync_every_micro_batch=false FSDP does that
@@ -267,9 +267,9 @@ def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's micro-batches of a step: a loss weight and blocks (B, T + 1). The weight is 1 for text; for chats,
     targets / mean targets per micro-batch, so that every answer token counts the same."""
     first = earlier_sequences + step * sequences_per_step
-    weights = train_data.weights(first, gradient_accumulation_steps, batch_size)
+    loss_weights = train_data.loss_weights(first, gradient_accumulation_steps, batch_size)
     mine = range(rank, gradient_accumulation_steps, world_size)
-    return [(weights[i], train_data.sequences(first + i * batch_size, batch_size)) for i in mine]
+    return [(loss_weights[i], train_data.sequences(first + i * batch_size, batch_size)) for i in mine]
 
 
 @torch.no_grad()
@@ -282,7 +282,7 @@ def evaluate() -> float | None:
                 return None
             rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
             with bad_data_ends_this_rank():
-                tokens, targets, *doc_starts = to_device(part.read_evenly(rows, n_blocks))
+                tokens, targets, *doc_starts = make_batch(part.read_evenly(rows, n_blocks))
             # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
             surplus = torch.tensor([row >= n_blocks for row in rows], device=device)
             targets = targets.masked_fill(surplus[:, None], -100)
@@ -326,10 +326,10 @@ while True:
     loss = torch.zeros((), device=device)  # this rank's share
     with log.reading(), bad_data_ends_this_rank():
         micro_batches = next(batches)
-    for i, (weight, blocks) in enumerate(micro_batches):
+    for i, (loss_weight, blocks) in enumerate(micro_batches):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
-        loss += forward_backward(send_to_device(weight, device), *to_device(blocks))
+        loss += forward_backward(send_to_device(loss_weight, device), *make_batch(blocks))
     saver.wait_for_copy()  # of the weights, by a save in the background
     grad_norm = update()
     step += 1

@@ -174,16 +174,16 @@ class Blocks:
         """Split blocks into tokens, targets and marks, all (B, T). A document begins where the mark is doc_start."""
         return blocks[:, :-1], blocks[:, 1:], blocks[:, :-1]
 
-    def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
+    def loss_weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
         """The weights (n_micro,) of the micro-batches' mean losses, in the step that starts at sequence `first`.
 
         A weight is the micro-batch's number of targets over the average micro-batch's. So the mean of weight times
         mean loss is the step's loss per target, however the step is split into micro-batches.
         """
-        n_targets = self.targets_of(first, n_micro * batch_size).view(n_micro, batch_size).sum(1).double()
+        n_targets = self.count_targets(first, n_micro * batch_size).view(n_micro, batch_size).sum(1).double()
         return (n_targets / n_targets.mean()).float()
 
-    def targets_of(self, first: int, n: int) -> torch.Tensor:
+    def count_targets(self, first: int, n: int) -> torch.Tensor:
         """The number of targets (n,) int64 in each of the run's sequences first .. first + n - 1."""
         return torch.full((n,), self.block_size)  # every token is one
 
@@ -262,7 +262,7 @@ class Packed(Blocks):
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
         return tokens[:, :-1], targets, mask[:, :-1] & IS_DOC_START
 
-    def targets_of(self, first: int, n: int) -> torch.Tensor:
+    def count_targets(self, first: int, n: int) -> torch.Tensor:
         indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n)])
         return torch.from_numpy(self.n_targets[indices])
 
@@ -293,7 +293,7 @@ def pack(lengths: list[int], room: int) -> list[list[int]]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Mixes of datasets
 
-SAME = ("tokenizer", "vocab_size", "dtype", "end_of_text", "bos", "eos", "tokenizer_files")  # fields, in all parts
+SAME_FIELDS = ("tokenizer", "vocab_size", "dtype", "end_of_text", "bos", "eos", "tokenizer_files")  # in all parts
 
 
 class Mix(Blocks):
@@ -310,7 +310,7 @@ class Mix(Blocks):
         for name, part in zip(weights, parts, strict=True):
             if bool(part.tokens.masks) != bool(first.tokens.masks):
                 raise ValueError(f"{name} and {first_name}: one holds conversations, one text: mix one kind")
-            for field in SAME:
+            for field in SAME_FIELDS:
                 if part.meta.get(field) != first.meta.get(field):
                     advice = "prepare both with the same --tokenizer; if train:N made one, its folder is the other's"
                     raise ValueError(f"{name} and {first_name} differ in {field} (meta.json): {advice}")
@@ -328,8 +328,8 @@ class Mix(Blocks):
     def sequences(self, first: int, n: int) -> torch.Tensor:
         return self._of_parts(first, n, lambda part, start, count: part.sequences(start, count))
 
-    def targets_of(self, first: int, n: int) -> torch.Tensor:
-        return self._of_parts(first, n, lambda part, start, count: part.targets_of(start, count))
+    def count_targets(self, first: int, n: int) -> torch.Tensor:
+        return self._of_parts(first, n, lambda part, start, count: part.count_targets(start, count))
 
     def _of_parts(self, first: int, n: int, read: Callable[[Blocks, int, int], torch.Tensor]) -> torch.Tensor:
         """read(part, start, count) of every part, in the order of the run's sequences first .. first + n - 1."""
@@ -346,7 +346,7 @@ class Mix(Blocks):
 
 def describe_mix(metas: list[dict]) -> dict:
     """The meta.json of one dataset with all these in it. A change to any part changes the digests."""
-    meta = {name: metas[0][name] for name in SAME if name in metas[0]} | {"files": {}}
+    meta = {name: metas[0][name] for name in SAME_FIELDS if name in metas[0]} | {"files": {}}
     for split in SPLITS:
         meta["files"][split] = {f"{split}.bin": sum(sum(each["files"][split].values()) for each in metas)}
         digests = "".join(each.get(f"{split}_sha256", "") for each in metas)

@@ -54,7 +54,7 @@ def test_a_mix_reads_the_sequences_of_its_parts_in_the_order_that_each_has_alone
         alone, _ = open_dataset(str(parts / name), 32, seed=3)
         assert torch.equal(sequences[chosen], alone.sequences(0, int(chosen.sum())))
     assert torch.equal(mix.sequences(777, 100), sequences[777:877])
-    assert mix.weights(0, 5, 4).tolist() == [1.0] * 5
+    assert mix.loss_weights(0, 5, 4).tolist() == [1.0] * 5
     rare, _ = open_dataset(mix_of(parts, small=9_999_999, capital=1), 32, seed=3)
     assert rare.millionths == [1_000_000, 1], "a part would never be read"
 
@@ -67,7 +67,7 @@ def test_answers_of_a_mix_of_conversations_count_the_same(tmp_path):
     n_targets = (targets != -100).view(3, -1).sum(1)
     assert len(set(n_targets.tolist())) > 1
     assert mix.meta["train_targets"] == sum(part.meta["train_targets"] for part in mix.parts), "it is known as chats"
-    assert torch.allclose(mix.weights(5, 3, 4), (n_targets / n_targets.double().mean()).float())
+    assert torch.allclose(mix.loss_weights(5, 3, 4), (n_targets / n_targets.double().mean()).float())
     assert [part.n_blocks for part in val.parts] == [len(part.n_targets) for part in val.parts]
 
 

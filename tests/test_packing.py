@@ -162,7 +162,7 @@ def test_any_split_of_a_step_gives_the_same_loss_and_gradients(model, chats):
         batches = [batch_of(train.sequences(first + i * size, size)) for i in range(n_micro)]
         n_targets = torch.tensor([(targets != -100).sum() for _, targets, _ in batches], dtype=torch.float64)
         weights = n_targets / n_targets.mean()
-        assert train.weights(first, n_micro, size).equal(weights.float()) and (n_micro == 1 or weights.std() > 0)
+        assert train.loss_weights(first, n_micro, size).equal(weights.float()) and (n_micro == 1 or weights.std() > 0)
         assert_same_step(gradients(model, batches, weights), whole)
 
 

@@ -387,7 +387,7 @@ def test_datasets_and_runs_take_the_tokenizer_along(train, sample, convert_to_hf
     read_back = tokenizer.decode(ids).removesuffix("<|endoftext|>").split("<|endoftext|>")
     assert sorted(read_back) == sorted("<s>" + text for text in texts)
     run = train(dataset=data, mask_documents=True, n_embd=64, max_iters=2)
-    tokens, _, starts = run["to_device"](run["read_step"](0)[0][1])
+    tokens, _, starts = run["make_batch"](run["read_step"](0)[0][1])
     first = (tokens == 1).nonzero().tolist()
     assert first and all(starts[row, i] == i and (i == 0 or tokens[row, i - 1] == 0) for row, i in first)
     assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends

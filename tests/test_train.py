@@ -118,7 +118,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     assert n_all % 3 and (n == n_all or n < n_all / 4)
     blocks = run["val_data"].read(np.arange(n) * n_all // n)
     with torch.no_grad():
-        expected = run["model"](*run["to_device"](blocks)).item()
+        expected = run["model"](*run["make_batch"](blocks)).item()
     assert run["evaluate"]() == run["evaluate"]() == pytest.approx(expected, rel=1e-6)
 
 
@@ -148,7 +148,7 @@ def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_anot
     settings = dict(dataset=short_documents, n_embd=64, max_iters=40)
     run = train(mask_documents=True, out_dir=tmp_path / "masked", **settings)
     train(out_dir=tmp_path / "plain", **settings)
-    tokens, _, starts = run["to_device"](run["read_step"](0)[0][1])
+    tokens, _, starts = run["make_batch"](run["read_step"](0)[0][1])
     row = int((starts[:, -1] > 8).nonzero()[0])
     assert run["train_data"].doc_start == 256 == tokens[row, int(starts[row, -1])]
     masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
