@@ -322,7 +322,8 @@ while True:
     if stopping or step == last_step:
         break
     phase = "training"
-    optimizer.lr.fill_(learning_rate_at(step))
+    lr = learning_rate_at(step)
+    optimizer.lr.fill_(lr)
     loss = torch.zeros((), device=device)  # this rank's share
     with log.reading(), bad_data_ends_this_rank():
         micro_batches = next(batches)
@@ -333,7 +334,7 @@ while True:
     saver.wait_for_copy()  # of the weights, by a save in the background
     grad_norm = update()
     step += 1
-    log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
+    log.step(step, lr, loss=loss, grad_norm=grad_norm)
     saver.report(step)
 
 # ----------------------------------------------------------------------------------------------------------------------
