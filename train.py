@@ -302,7 +302,8 @@ val_loss = None
 if eval_only or (eval_first and step == 0):
     phase = "evaluating"
     with log.paused():
-        print0(f"step {step:05d} | {log.evaluation(step, evaluate(), sum(n_eval_blocks))}")
+        result = log.evaluation(step, evaluate(), sum(n_eval_blocks))
+        print0(f"step {step:05d} | {result}")
         sampler.show(model)
 last_step = step if eval_only else max_iters
 batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
@@ -316,7 +317,8 @@ while True:
             result = log.evaluation(step, val_loss, sum(n_eval_blocks))
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
-            print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == last_step)}")
+            saved = saver.save(step, run, wait=stopping or step == last_step)
+            print0(f"step {step:05d} | {result} | {saved}")
             if not stopping:
                 sampler.show(model)
     if stopping or step == last_step:
