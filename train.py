@@ -345,8 +345,8 @@ phase = "ending"
 if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == last_step and val_loss is not None:
-    seconds = {"save_seconds": saver.seconds, "resume_seconds": start_state["resume_seconds"]}
-    log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings, **seconds)
+    log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings,
+                save_seconds=saver.seconds, resume_seconds=start_state["resume_seconds"])  # fmt: skip
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks), best=saver.best)
 log.close()
