@@ -111,7 +111,7 @@ sync_every_micro_batch = True  # false: reduce gradients once per step, with all
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: if the GPUs support it
 timeout = 600.0  # seconds that a rank waits for the others before it ends the run
 
-settings, named = configure(globals(), sys.argv[1:])
+settings, named = configure(globals(), sys.argv[1:])  # named: those that a config file or flag sets
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process per GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
