@@ -20,7 +20,7 @@ def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.
 
     A lookup table, because computing them in float64 takes nine kernels: 0.6% of the baby's step in a CUDA graph.
     """
-    n_steps = max(math.log(2**-26) / math.log(beta) if beta else 1.0 for beta in betas)
+    n_steps = max(math.log(2**-26) / math.log(beta) if beta else 1.0 for beta in betas)  # βᵗ = 2⁻²⁶ rounds away
     t = torch.arange(math.ceil(n_steps) + 1, dtype=torch.float64)
     beta1, beta2 = betas
     return torch.stack([1 / (1 - beta1**t), 1 / (1 - beta2**t).sqrt()], dim=1).float().to(device)
