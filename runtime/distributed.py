@@ -93,7 +93,7 @@ def stop_on_error():
 
 def end_together(code: int) -> None:
     """Exit together with all other ranks, with the highest of their codes."""
-    (code,) = map(int, all_reduce_max([code]))  # a signal may have come to one rank since they last asked each other
+    code = int(all_reduce_max([code])[0])  # a signal may have come to one rank since they last asked each other
     if world_size > 1:
         dist.destroy_process_group()
     if code > 128 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
