@@ -85,7 +85,7 @@ class RunLog:
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
         self.versions = versions(device)
-        self.pending = []  # a line that is not written yet: its numbers may still be on the GPU
+        self.pending = None  # _write_line's arguments for a line not written yet: its numbers may still be on the GPU
         self.sums = {}  # of each number, over the steps since the last line
         self.steps_since_line = 0
         self.data_seconds = 0.0
@@ -236,8 +236,8 @@ class RunLog:
             return
         totals = torch.stack(list(self.sums.values()))
         all_reduce_sum(totals)
-        means = send_to_cpu(totals / world_size / self.steps_since_line)
-        self.pending.append((step, lr, list(self.sums), means, self.steps_since_line, self.data_seconds))
+        read_means = send_to_cpu(totals / world_size / self.steps_since_line)
+        self.pending = (step, lr, list(self.sums), read_means, self.steps_since_line, self.data_seconds)
         self.sums = {}
         self.steps_since_line = 0
         self.data_seconds = 0.0
@@ -245,11 +245,12 @@ class RunLog:
             self._finish_line()
 
     def _finish_line(self) -> None:
-        while self.pending:
-            self._write_line(*self.pending.pop())
+        if self.pending:
+            self._write_line(*self.pending)
+            self.pending = None
 
-    def _write_line(self, step: int, lr: float, names: list[str], means: Callable, n_steps: int, data_seconds: float):
-        means = dict(zip(names, means(), strict=True))
+    def _write_line(self, step: int, lr: float, names: list, read_means: Callable, n_steps: int, data_seconds: float):
+        means = dict(zip(names, read_means(), strict=True))
         seconds = (perf_counter() - self.line_began) / n_steps
         self.line_began = perf_counter()
         self.seconds += [seconds] * n_steps
