@@ -107,6 +107,7 @@ class RunLog:
     def header(self, model: Llama, run: RunShape, data: Blocks) -> None:
         config = model.config
         self.model_info = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
+        self.shares = data.shares
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         fp8 = ", projections in float8" if run.fp8 else ""
@@ -132,7 +133,6 @@ class RunLog:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
     def _print_data(self, data: Blocks, block_size: int) -> None:
-        self.shares = data.shares
         steps = self.max_iters
         for part, (name, share) in zip(data.parts, data.shares.items(), strict=True):
             times = share * self.tokens_per_step * steps / (part.n_blocks * block_size)
