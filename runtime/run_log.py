@@ -287,12 +287,15 @@ class RunLog:
         """Record the result of an evaluation, None if it was interrupted, and draw it. Returns the text to print."""
         if val_loss is None:
             return "interrupted"
-        of_parts = self.val_losses if len(self.val_losses) > 1 else {}
-        self.record({"step": step, "val_loss": val_loss} | ({"val_losses": of_parts} if of_parts else {}))
+        metrics = {"step": step, "val_loss": val_loss}
+        text = f"val loss {val_loss:.4f}"
+        if len(self.val_losses) > 1:  # a mix
+            metrics["val_losses"] = self.val_losses
+            text += "".join(f", {name} {loss:.4f}" for name, loss in self.val_losses.items())
+        self.record(metrics)
         if self.file and step:
             self.draw()
-        named = "".join(f", {name} {loss:.4f}" for name, loss in of_parts.items())
-        return f"val loss {val_loss:.4f}{named} ({n_blocks:,} sequences)"
+        return f"{text} ({n_blocks:,} sequences)"
 
     def summary(self, val_loss: float, val_data: Blocks, n_evaluated: int, **more) -> None:
         """Print the run's result and write summary.json. n_evaluated: how many validation tokens are in val_loss."""
