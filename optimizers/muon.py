@@ -90,7 +90,7 @@ class Muon(MatrixRule):
         received, work = exchange(x, ranks.shard)
         yield
         wait_for(work)
-        side = max(*rows, n_columns)  # k and v have no more rows than columns
+        side = max(*rows, n_columns)  # the same for all: k and v have no more rows than columns
         for shard, o in zip(shards, received, strict=False):
             if shard.grad.numel():
                 direction, factor = self.scaled(o[: len(shard.grad)], shard.states, side, scalars)

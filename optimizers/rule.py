@@ -20,7 +20,7 @@ class Ranks(NamedTuple):
     replicas: dist.ProcessGroup | None = None  # None except in hybrid sharding
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over the rows' ranks, in place. Sums in another order differ: all copies take the first one's."""
+        """x summed over the rows' ranks, in place. Copies may add in different orders, so all take the first's sum."""
         if self.shard is not None:
             dist.all_reduce(x, group=self.shard)
         if self.replicas is not None:
@@ -47,7 +47,7 @@ class Rule:
     def states(self, name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> States:
         """The states of a whole parameter, which start as zeros. rows: of each matrix packed in it.
 
-        Under FSDP those with as many rows as the parameter are split like it; each rank has the others whole.
+        Under FSDP a state with as many rows as the parameter is split like it; each rank has the others whole.
         """
         raise NotImplementedError
 
