@@ -76,8 +76,8 @@ class LlamaConfig:
     def packed_rows(self) -> dict[str, tuple[int, ...]]:
         """The projections that pack several matrices, and the rows of each: q, k, v, and gate, up.
 
-        To the model one matrix is faster than three. Others take them apart by this table: optimizers, adapters,
-        checkpoints. Another packed projection needs an entry here, and the names of its matrices in runtime/hf.py.
+        One matmul is faster than three. Optimizers, adapters and checkpoints take the matrices apart by these rows.
+        Another packed projection needs an entry here, and the names of its matrices in runtime/hf.py.
         """
         kv = self.n_kv_head * self.head_dim
         return {"qkv_proj": (self.n_embd, kv, kv), "gate_up_proj": (self.ffn_dim, self.ffn_dim)}
