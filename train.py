@@ -170,14 +170,10 @@ with stop_on_error():
         norm_eps=norm_eps, tie_embeddings=tie_embeddings,
     )  # fmt: skip
     check_start(start, config, settings, train_data.meta)  # before allocating anything large
-    run_shape = RunShape(
-        batch_size=batch_size, micro_steps=micro_steps, dtype=dtype, kernels=kernels, attention=attention, fp8=fp8,
-        activation_checkpointing=activation_checkpointing, mlp_chunks=mlp_chunks,
-        offload_activations=offload_activations, compile=compile, cuda_graph=cuda_graph, mask_documents=mask_documents,
-        offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding,
-        shard_ranks=local_world_size if sharding == "hybrid" else world_size,
-        sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines, rule=rule_of(settings),
-        lora_rank=lora_rank, quantize_base=quantize_base,
+    run_shape = RunShape.of(
+        settings, dtype=dtype, cuda_graph=cuda_graph, micro_steps=micro_steps, world_size=world_size,
+        shard_ranks=local_world_size if sharding == "hybrid" else world_size, copy_engines=copy_engines,
+        sync_every_micro_batch=sync_every_micro_batch, rule=rule_of(settings),
     )  # fmt: skip
     require_memory(config, run_shape, device)
     with torch.device("meta"):

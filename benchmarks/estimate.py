@@ -72,17 +72,17 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         raise SettingError(problem)
     several_hosts = settings["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
     shard_ranks = math.gcd(world_size, 8) if several_hosts else world_size
-    settings |= {
-        "dtype": "bfloat16" if settings["dtype"] == "auto" else settings["dtype"],
-        "copy_engines": settings["copy_engines"] is not False and shard_ranks <= 8,  # within a host
-        "world_size": world_size,
-        "shard_ranks": shard_ranks,
-        "rule": rule_of(settings),
-        "micro_steps": settings["gradient_accumulation_steps"] // world_size,
-    }
     try:
         model = LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
-        shape = RunShape(**{name: settings[name] for name in RunShape.__dataclass_fields__ if name in settings})
+        shape = RunShape.of(
+            settings,
+            dtype="bfloat16" if settings["dtype"] == "auto" else settings["dtype"],
+            copy_engines=settings["copy_engines"] is not False and shard_ranks <= 8,  # within a host
+            micro_steps=settings["gradient_accumulation_steps"] // world_size,
+            world_size=world_size,
+            shard_ranks=shard_ranks,
+            rule=rule_of(settings),
+        )
         _ = shape.how  # refuses settings that do not work together
         memory.param_shapes(model, shape)  # fp8 and NF4 do not support every shape
     except ValueError as error:

@@ -26,6 +26,7 @@ to 4. compile=true is counted like the fused kernels, though a compiler makes it
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,6 +77,12 @@ class RunShape:
     rule: Rule = AdamW()
     lora_rank: int = 0
     quantize_base: str = "none"
+
+    @classmethod
+    def of(cls, settings: Mapping, **resolved) -> "RunShape":
+        """Of train.py's settings; resolved: what it made of some of them."""
+        named = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
+        return cls(**named | resolved)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -245,9 +245,10 @@ class RunLog:
             self._finish_line()
 
     def _finish_line(self) -> None:
-        if self.pending:
-            self._write_line(*self.pending)
-            self.pending = None
+        line = self.pending
+        self.pending = None  # also if this line ends the run
+        if line:
+            self._write_line(*line)
 
     def _write_line(self, step: int, lr: float, names: list, read_means: Callable, n_steps: int, data_seconds: float):
         means = dict(zip(names, read_means(), strict=True))
