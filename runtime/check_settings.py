@@ -58,6 +58,8 @@ def schedule_problem(s: SimpleNamespace) -> str | None:
         return f"min_lr ({s.min_lr}) must be at most learning_rate ({s.learning_rate})"
     if s.lr_schedule != "wsd" and s.cooldown_iters > 0:
         return f"cooldown_iters ({s.cooldown_iters}) is for lr_schedule wsd: add --lr_schedule=wsd"
+    if s.lr_schedule == "wsd" and s.lr_decay_iters is not None:
+        return f"lr_decay_iters ({s.lr_decay_iters}) is for cosine and linear: wsd's decay has cooldown_iters steps"
     if s.lr_schedule == "wsd" and s.warmup_iters + s.cooldown_iters > s.max_iters:
         steps = f"warmup_iters ({s.warmup_iters}) and cooldown_iters ({s.cooldown_iters})"
         return f"{steps} together must be at most max_iters ({s.max_iters})"

@@ -14,6 +14,7 @@ CASES = [  # flags; what the sentence names, None if they are accepted; the rank
     ("--min_lr=1e-2 --learning_rate=1e-3", "min_lr"),
     ("--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=5 --max_iters=8", "max_iters"),
     ("--cooldown_iters=5", "--lr_schedule=wsd"),
+    ("--lr_schedule=wsd --lr_decay_iters=8", "cooldown_iters"),
     ("--optimizer=muon --offload=optimizer", "offload=none"),
     ("--optimizer=galore --galore_rank=33", "galore_rank"),
     ("--optimizer=galore --galore_rank=8 --cuda_graph=true", "cuda_graph=false"),
