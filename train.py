@@ -30,7 +30,7 @@ from runtime.distributed import local_world_size, on_all_ranks, print0, rank, st
 from runtime.generate import Sampler
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
-from runtime.resume import check_start, claim, find_start, model_settings, restore
+from runtime.resume import check_start, claim, find_start, model_settings, restore, resume_point
 from runtime.run_log import RunLog
 from runtime.save import Saver
 from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
@@ -137,6 +137,9 @@ check_settings(settings | {"dtype": dtype, "cuda_graph": cuda_graph}, world_size
 micro_steps = gradient_accumulation_steps // world_size  # on this rank
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
+first_step, sequences_read = resume_point(start)
+# Step s begins with sequence earlier_sequences + s * sequences_per_step: not 0 only if the batch size was changed.
+earlier_sequences = sequences_read - first_step * sequences_per_step
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
@@ -147,7 +150,7 @@ phase = "opening the dataset"
 with stop_on_error():  # an OSError or ValueError ends the run with its message
     train_data, val_data = on_all_ranks(lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents))
 if epochs:
-    max_iters = math.ceil(epochs * train_data.n_blocks / sequences_per_step)
+    max_iters = first_step + math.ceil((epochs * train_data.n_blocks - sequences_read) / sequences_per_step)
     eval_interval = min(eval_interval, math.ceil(train_data.n_blocks / sequences_per_step))
     settings |= {"max_iters": max_iters, "eval_interval": eval_interval}
     check_schedule(settings)
@@ -246,11 +249,8 @@ log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_
              flops_per_token=model.flops_per_token(block_size), log_interval=log_interval, profile=profile)  # fmt: skip
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
-start_state, hf_files = restore(start, model, optimizer, run_info)
-settings["init_from"] = start_state["init_from"]  # what was read, not what a resume's command says
-first_step = start_state["step"]
-# Step s begins with sequence earlier_sequences + s * sequences_per_step: not 0 only if the batch size was changed.
-earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
+began_with, resume_seconds, hf_files = restore(start, model, optimizer, run_info)
+settings["init_from"] = began_with  # not what a resume's command says
 sampler = Sampler(sample_prompt, train_data, hf_files)
 saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
@@ -342,7 +342,7 @@ if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == last_step and val_loss is not None:
     log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings,
-                save_seconds=saver.seconds, resume_seconds=start_state["resume_seconds"])  # fmt: skip
+                save_seconds=saver.seconds, resume_seconds=resume_seconds)  # fmt: skip
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks), best=saver.best)
 log.close()

@@ -3,7 +3,7 @@
     lock_file = claim(out_dir)                                    # one run at a time, one folder for all ranks
     start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None: open
     check_start(start, config, settings, dataset)                 # before the model is built
-    start_state, hf_files = restore(start, model, optimizer, run_info)
+    began_with, resume_seconds, hf_files = restore(start, model, optimizer, run_info)
 
 Each ends the run with a sentence if it cannot go on. Every rank must call them.
 """
@@ -112,6 +112,13 @@ def _find_weights(out_dir, init_from):
     return folder
 
 
+def resume_point(start: Folder | None) -> tuple[int, int]:
+    """The step and the sequence that a run begins with: 0 and 0, unless find_start() found a checkpoint to resume."""
+    if start is None or start.resume_seconds is None:
+        return 0, 0
+    return start.run["step"], start.run["sequences"]
+
+
 @stop_on_error()
 def model_settings(start: Folder | None, named: set[str]) -> dict:
     """The model settings of find_start()'s result, except those in `named`, which check_start() compares. So a config
@@ -193,12 +200,14 @@ def _require_same_settings(folder, resumes, config, settings):
 
 
 @stop_on_error()
-def restore(start: Folder | None, model: Llama, optimizer, run_info: dict) -> tuple[dict, dict[str, bytes]]:
+def restore(
+    start: Folder | None, model: Llama, optimizer, run_info: dict
+) -> tuple[str, float | None, dict[str, bytes]]:
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
-    run_info: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns the
-    checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other files of a checkpoint:
-    config.json and tokenizer files by name. Ends the run if the weights cannot be read.
+    run_info: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns what
+    the run began with, as init_from; the seconds that a resume took; and the other files of a checkpoint: config.json
+    and tokenizer files by name. Ends the run if the weights cannot be read.
     """
     start_time = time.perf_counter()
     settings = run_info["settings"]
@@ -210,13 +219,14 @@ def restore(start: Folder | None, model: Llama, optimizer, run_info: dict) -> tu
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
         files = adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"])
     if start is None or start.resume_seconds is None:
-        return _begin(start, base, model, optimizer, run_info), files
-    run = _resume(start, model, optimizer, run_info)
+        _begin(start, base, model, optimizer, run_info)
+        return _absolute(settings["init_from"]) if start else settings["init_from"], None, files
+    _resume(start, model, optimizer, run_info)
     seconds = start.resume_seconds + time.perf_counter() - start_time
-    return run | {"resume_seconds": seconds, "init_from": run["settings"].get("init_from", "auto")}, files
+    return start.run["settings"].get("init_from", "auto"), seconds, files
 
 
-def _begin(folder, base, model, optimizer, run_info) -> dict:
+def _begin(folder, base, model, optimizer, run_info):
     """Take the weights of a folder or, if it is None, random ones. base: _base_of(folder), which is read already."""
     settings = run_info["settings"]
     if folder and folder is not base:  # new adapters have nothing to read
@@ -235,12 +245,10 @@ def _begin(folder, base, model, optimizer, run_info) -> dict:
             print0(f"          which were trained on {context:,} tokens at a time; block_size is more")
     for name in optimizer.parameters if settings["keep_last"] else ():
         hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
-    init_from = _absolute(settings["init_from"]) if folder else settings["init_from"]
-    return {"step": 0, "sequences": 0, "resume_seconds": None, "init_from": init_from}
 
 
-def _resume(folder, model, optimizer, run_info) -> dict:
-    """Continue from a checkpoint of this run. Returns its run.json."""
+def _resume(folder, model, optimizer, run_info):
+    """Continue from a checkpoint of this run."""
     settings = run_info["settings"]
     run = folder.run
     length = "--epochs" if settings["epochs"] else "--max_iters"
@@ -252,7 +260,6 @@ def _resume(folder, model, optimizer, run_info) -> dict:
     print0(f"resumes   {folder.path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0(f"nothing left to train: raise {length}, or name another --out_dir for a new run")
-    return run
 
 
 def _changes(run: dict, run_info: dict) -> list[str]:

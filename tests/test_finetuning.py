@@ -75,6 +75,12 @@ def test_epochs_give_the_number_of_steps_and_a_resumed_run_makes_the_same(train,
     assert losses(tmp_path / "other") == whole, "learning rates, too"
 
 
+def test_epochs_end_after_as_many_sequences_if_a_resumed_run_has_another_batch(train, config, few):
+    train(config(), dataset=few, batch_size=4, max_iters=4)
+    run = train(config(), dataset=few, batch_size=8, epochs=2)
+    assert run["max_iters"] == run["step"] == 4 + math.ceil((2 * run["train_data"].n_blocks - 4 * 4) / 8)
+
+
 def test_a_schedule_that_does_not_fit_into_the_epochs_gets_a_sentence(train, config, few, capsys):
     wsd = dict(lr_schedule="wsd", cooldown_iters=20, epochs=1, dataset=few)
     assert re.search(r"must be at most max_iters \(\d\)", error_of(train, capsys, config(), **wsd))
