@@ -339,7 +339,8 @@ while True:
 # The end
 phase = "ending"
 if stopping and keep_last and step > first_step:
-    print0("run the same command again to resume")
+    with_flag = " with --init_from=resume" if init_from == "scratch" else ""  # scratch would be refused
+    print0(f"run the same command again{with_flag} to resume")
 if step == last_step and val_loss is not None:
     log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings,
                 save_seconds=saver.seconds, resume_seconds=resume_seconds)  # fmt: skip
