@@ -251,6 +251,17 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
         render_answers(tokenizer, MESSAGES[2:])
 
 
+def test_a_template_that_begins_another_answer_after_every_conversation_is_refused_and_answers_prompts():
+    """As the first one of Llama 3 Instruct: its last answer would end with the beginning of another."""
+    always = LLAMA3_TEMPLATE.replace("if add_generation_prompt", "if true")
+    tokenizer = byte_tokenizer(r"(?s:.)", SPECIAL, template=always)
+    with pytest.raises(ValueError, match="begins another answer after every conversation"):
+        render_answers(tokenizer, MESSAGES[:3])
+    assert encode_prompt(tokenizer, MESSAGES[:2]) == encode_prompt(LLAMA3, MESSAGES[:2])
+    tokenizer.chat_template = PLAIN.replace("'assistant:' if add_generation_prompt", "''")  # Mistral's begin none
+    assert "4" in render_answers(tokenizer, MESSAGES[:3])
+
+
 @pytest.mark.real
 def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_path):
     [theirs] = smollm2(tmp_path)

@@ -69,6 +69,8 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
         shorter = {"messages": inputs["messages"][:n], "add_generation_prompt": add_generation_prompt}
         return write(template, inputs | shorter)
 
+    if "add_generation_prompt" not in names_read(template):
+        _refuse_open_end(tokenizer, template)
     text = write(template, inputs)
     done = 0
     parts = []
@@ -83,6 +85,19 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
         parts += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
     return "".join([*parts, text[done:]])
+
+
+def _refuse_open_end(tokenizer: Tokenizer, template: str) -> None:
+    """ValueError if a template begins another answer after every conversation, as the first of Llama 3 Instruct did: as
+    the end of the last answer that would be learned, and generation would stop there.
+    """
+    messages = [{"role": role, "content": "Hello."} for role in ("user", "assistant", "user")]
+    ended, followed = (write(template, inputs_of(tokenizer, messages[:n])) for n in (2, 3))
+    if not followed.startswith(ended.rstrip()):
+        raise ValueError(
+            "the chat template begins another answer after every conversation, because it does not read "
+            "add_generation_prompt: give one that does, --template FILE"
+        )
 
 
 def inputs_of(tokenizer: Tokenizer, messages: list[dict], variables: dict | None = None) -> dict:
