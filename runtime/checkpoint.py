@@ -259,8 +259,13 @@ def _open_folder(path, stems):
     for name, info in tensors.items():
         if run is None and info.dtype not in WEIGHT_DTYPES and not info.file.startswith("optimizer"):
             raise ValueError(f"{path} has {name} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
-    if config.get("tie_word_embeddings") and HEAD in tensors and EMBEDDING not in tensors:  # some keep that name
-        tensors[EMBEDDING] = tensors.pop(HEAD)
+    if config.get("tie_word_embeddings") and HEAD in tensors:
+        if EMBEDDING not in tensors:  # some keep that name
+            tensors[EMBEDDING] = tensors[HEAD]
+        elif not _hold_the_same(path, tensors[HEAD], tensors[EMBEDDING]):  # its own, trained after all
+            has = f"an {HEAD} that is not its {EMBEDDING}, but config.json ties them"
+            raise ValueError(f"{path} has {has}: set tie_word_embeddings to false there")
+        del tensors[HEAD]
     return Folder(path, run, config, tensors, adapter)
 
 
@@ -303,6 +308,11 @@ def _tensors_in(path, file):
     opened = _open_tensors(path / file)
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     return {name: TensorInfo(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+
+
+def _hold_the_same(path, *infos):
+    one, other = (_open_tensors(path / info.file).get_slice(info.name)[:] for info in infos)
+    return torch.equal(one, other.to(one.dtype))
 
 
 def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -364,7 +374,7 @@ def read_weights(
         for rows in hf_rows(name, x, config, state)
     ]
     names = {hf_name for name in parameters for hf_name in hf_names(name)}
-    _refuse_unknown(folder, names | {rows.name for rows in states} | {HEAD}, reads_states=tensors is not None)
+    _refuse_unknown(folder, names | {rows.name for rows in states}, reads_states=tensors is not None)
     # How the folder keeps the float32 masters: the lower halves of bfloat16 weights' ("lower_half"), whole beside
     # float16 weights ("master"), or as the weights themselves (""). Every weight must have it.
     prefixes = {name.partition(".")[0] for name in folder.tensors}

@@ -54,3 +54,17 @@ def test_a_tied_file_may_keep_the_head_alone(tmp_path):
     edit_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="expected model.embed_tokens.weight of shape .* has none"):
         load_model(tmp_path)
+
+
+def test_a_head_of_its_own_that_config_json_ties_is_refused_and_a_copy_of_the_embedding_is_not(tmp_path):
+    """As older versions of peft leave a head that they trained by itself. transformers 5 reads both, 4 one of them."""
+    hf = publish(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, path, {"format": "pt"})
+    assert_same_model(tmp_path, hf)
+    save_file(tensors | {HEAD: tensors[EMBEDDING].flip(0)}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="lm_head.weight that is not its .*: set tie_word_embeddings to false"):
+        load_model(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    assert_same_model(tmp_path, tmp_path)
