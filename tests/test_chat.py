@@ -485,10 +485,12 @@ def test_formats_and_keys_that_nothing_reads_are_printed_and_counted(written, ca
     rows += [{"instruction": f"{i}?", "output": "c"} for i in range(3)]
     rows += [{"messages": [Q, A | {"weight": 1, "train": True, "refusal": None}]}]
     rows += [{"messages": [Q, A | {"thinking": "hm"}]}]
+    rows += [{"messages": [Q, A | {"content": "b<|endoftext|>"}]}]
     rows += [{"messages": [Q, A], "tools": [{}]}]  # refused, so not counted
     written(*map(json.dumps, rows), "{}", errors="skip")
     out = capsys.readouterr().out
-    assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 2 rows of messages\n" in out
+    assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 3 rows of messages\n" in out
+    assert "\nrows that spell out special tokens, which stay text: 1\n" in out
     [ignored] = [line for line in out.splitlines() if line.startswith("ignored")]
     for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
         assert name in ignored

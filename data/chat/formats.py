@@ -190,15 +190,17 @@ def text_of(content: Any, i: int) -> str:
 
 
 class Seen:
-    """Counts the rows of each format, and the keys that nothing reads."""
+    """Counts the rows of each format, those that spell out special tokens, and the keys that nothing reads."""
 
     def __init__(self):
         self.rows = Counter()
+        self.n_spelled = 0
         self.ignored = Counter()
 
-    def add(self, conversation: Conversation, names_read: frozenset[str]) -> None:
+    def add(self, conversation: Conversation, names_read: frozenset[str], spells_special: bool) -> None:
         """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
+        self.n_spelled += spells_special
         self.ignored.update(f"{name!r:.40} of rows" for name in conversation.ignored)
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
@@ -208,6 +210,8 @@ class Seen:
 
     def sentences(self) -> list[str]:
         sentences = [", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())]
+        if self.n_spelled:  # perhaps leftovers of a template, such as </s> at the end of each answer
+            sentences.append(f"rows that spell out special tokens, which stay text: {self.n_spelled:,}")
         if self.ignored:
             keys = ", ".join(f"{name} ({n:,})" for name, n in self.ignored.most_common(9))
             sentences.append(f"ignored, because nothing reads them: {keys}")

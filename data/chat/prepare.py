@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import command
 from data.chat.formats import Seen, read_row
+from data.chat.sandbox import BREAK
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
 from data.files import read_small
 from data.rows import Bad, read_rows
@@ -52,7 +53,7 @@ def render_rows(
         except (AttributeError, KeyError, RecursionError, TypeError) as error:  # a list instead of an object, ...
             bad(f"{where} is malformed: {error!r:.200}")
         else:
-            seen.add(conversation, names_read(template_of(tokenizer)))
+            seen.add(conversation, names_read(template_of(tokenizer)), BREAK in text)
             yield text
 
 
