@@ -153,6 +153,10 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode) ->
         counts[split].update(documents=1, tokens=len(ids), bytes=n_bytes)
         if mask:
             counts[split]["targets"] += sum(bits & IS_TARGET for bits in mask)
+    largest = max(max(ids, default=0) for ids in tokens.values())
+    if largest >= tokenizer.n_vocab:
+        token = tokenizer.decode([largest])
+        raise ValueError(f"the text has {token}, token {largest}, but the weights have {tokenizer.n_vocab:,} rows")
     dtype = token_dtype(tokenizer.n_vocab)
     return {
         split: (np.array(tokens[split], dtype), np.array(masks[split], np.uint8), counts[split]) for split in SPLITS

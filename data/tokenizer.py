@@ -32,6 +32,7 @@ NAMES = ["bytes", *OPENAI, "llama3"]
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
+ROWS = range(1, 2**31)  # of an embedding
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,6 +90,8 @@ def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, conf
         generation = object_in(files, "generation_config.json", folder)
         eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
         tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos if isinstance(eos, list) else [eos])
+        if fits(config.get("vocab_size"), ROWS):  # many of Llama 2's have a [PAD] without a row, which no text needs
+            tokenizer.n_vocab = min(tokenizer.n_vocab, config["vocab_size"])
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:

@@ -306,6 +306,22 @@ def test_a_pipe_is_refused_and_a_vocabulary_with_a_gap_or_without_added_tokens_i
     assert published_name(tmp_path / "hf") == get_tokenizer(tmp_path / "hf").name
 
 
+def test_a_token_beyond_the_rows_of_the_weights_does_not_count_and_its_use_is_an_error(tmp_path):
+    """Many of Llama 2's finetunes have a [PAD] that their weights lack: text without it can be learned."""
+    write_hf_folder(tmp_path / "hf")
+    file = tmp_path / "hf/tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save(str(file))
+    assert get_tokenizer(tmp_path / "hf").n_vocab == 301
+    (tmp_path / "hf/config.json").write_text('{"vocab_size": 300}')
+    tokenizer = get_tokenizer(tmp_path / "hf")
+    documents = [("train", prose(0, 99)), ("val", prose(1, 99))]
+    assert write_dataset(tmp_path / "data", documents, tokenizer)["vocab_size"] == 300
+    with pytest.raises(ValueError, match=r"the text has \[PAD\], token 300, but the weights have 300 rows"):
+        write_dataset(tmp_path / "data", [*documents, ("train", "[PAD]")], tokenizer)
+
+
 # Which bos the data has, and whether the published tokenizer puts it before a text.
 PUBLISHED = {
     "adds": dict(bos="<s>"), "adds, but says not to": dict(bos="<s>", add_bos_token=False),
