@@ -6,7 +6,7 @@
     python bench.py --preset=study                24 GiB, offload=all, full checkpointing: beside Hugging Face and Liger
     python bench.py --preset=8b                   Llama 3.1 8B, sequences of 512 tokens, on all GPUs, beside the recipe
     python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft, bitsandbytes and
-                                                  unsloth: the fastest settings at each size
+                                                  unsloth (or --trainers=some): the fastest settings at each size
     python bench.py -- --mlp_chunks=4             arguments after -- go to train.py, for nanocria alone
 
 trainers.py and peers.py describe the trainers. hf-masters and hf-liger-masters keep float32 weights and compute in
@@ -47,14 +47,6 @@ out = "out/sweep.json"  # the record; of a preset another
 
 BATCHES = [1, 4, 8, 16, 32, 64, 96, 112, *(112 * 2**k for k in range(1, 12))]
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
-PRESETS = {
-    "study": ["--sweep=both", "--memory_limit_gib=24", "--checkpointing=full", "--offload=all",
-              "--trainers=nanocria-plain,nanocria-unfused,nanocria,nanocria-long,hf-offload,hf-liger-offload",
-              "--out=out/study.json"],
-    "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--trainers=nanocria,recipe", "--checkpointing=full",
-           "--out=out/study_8b.json"],
-    "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json"],
-}  # fmt: skip
 ON_CPU = "--offload_activations=true"
 QLORA_AND_FP8 = ["nanocria-qlora", "nanocria-lora-fp8", "nanocria-qlora-fp8"]
 LONG = [(1, 8192), (4, 8192), (1, 32768)]
@@ -70,6 +62,15 @@ FINETUNE = [  # the fastest settings at each size: trainers, (batch, block) of e
     (["unsloth-qlora"], [(2, 2048)], "none", ""),
     (["unsloth-qlora", "unsloth-qlora-long"], [(2, 2048), *LONG], "full", ""),
 ]
+PRESETS = {
+    "study": ["--sweep=both", "--memory_limit_gib=24", "--checkpointing=full", "--offload=all",
+              "--trainers=nanocria-plain,nanocria-unfused,nanocria,nanocria-long,hf-offload,hf-liger-offload",
+              "--out=out/study.json"],
+    "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--trainers=nanocria,recipe", "--checkpointing=full",
+           "--out=out/study_8b.json"],
+    "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json",
+                 "--trainers=" + ",".join(dict.fromkeys(name for names, *_ in FINETUNE for name in names))],
+}  # fmt: skip
 
 
 def grow(s: SimpleNamespace, record: Record) -> None:
@@ -91,7 +92,7 @@ def grow(s: SimpleNamespace, record: Record) -> None:
 
 def finetune(s: SimpleNamespace, record: Record) -> None:
     for trainers, shapes, checkpointing, flags in FINETUNE:
-        for (batch, block), trainer in itertools.product(shapes, trainers):
+        for (batch, block), trainer in itertools.product(shapes, [name for name in trainers if name in s.trainers]):
             point = point_of(trainer, batch, block, checkpointing, [*flags.split(), *s.flags], s)
             record.measure("batch", point, measure_point, **point)
 
