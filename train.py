@@ -40,7 +40,6 @@ from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_n
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or a folder of weights
 eval_interval = 1000  # steps between evaluations, with epochs at most those of one; each is followed by a checkpoint
-eval_first = False  # evaluate before the first step, too
 eval_only = False  # evaluate the weights that the run would start from, then exit
 eval_iters = 100  # batches per evaluation (of each part of a mix): always the same, spread evenly over the tokens
 sample_prompt: str | None = None  # print how the model continues or, for chats, answers this after each evaluation
@@ -295,7 +294,7 @@ def evaluate() -> float | None:
 signals.listen()
 step = first_step
 val_loss = None
-if eval_only or (eval_first and step == 0):
+if eval_only or (start is not None and step == 0):  # given weights: their loss, for comparison
     phase = "evaluating"
     with log.paused():
         result = log.evaluation(step, evaluate(), sum(n_eval_blocks))

@@ -24,5 +24,4 @@ warmup_iters = 5
 epochs = 3
 weight_decay = 0.0
 eval_interval = 500  # or after each epoch, if that is shorter
-eval_first = True  # the published weights' loss, for comparison
 keep_best = True

@@ -114,9 +114,9 @@ def test_the_losses_are_drawn_at_each_evaluation_and_a_failure_ends_no_run(train
             raise RuntimeError("no font")
 
     monkeypatch.setattr(run_log, "draw_losses", draw)
-    train(max_iters=24, eval_interval=6, eval_first=True)
+    train(max_iters=24, eval_interval=6)
     path = tmp_path / "out/loss.png"
-    assert drawn == [(6, 2, path), (12, 3, path), (18, 4, path), (24, 5, path)]
+    assert drawn == [(6, 1, path), (12, 2, path), (18, 3, path), (24, 4, path)]
     assert capsys.readouterr().out.count("loss.png is not drawn: no font") == 1
 
 

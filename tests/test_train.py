@@ -122,24 +122,27 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     assert run["evaluate"]() == run["evaluate"]() == pytest.approx(expected, rel=1e-6)
 
 
-def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
-    common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
-    for max_iters in (4, 8):  # resumed: the checkpoint's loss is known
-        finish(common | dict(max_iters=max_iters, lr_decay_iters=8))
-    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
-    found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
-    assert found[0] == pytest.approx(np.log(257), abs=0.1)
-    saved = sorted(path.name for path in tmp_path.iterdir())
-    log = (tmp_path / "metrics.jsonl").read_text()
+def test_given_weights_are_evaluated_before_the_first_step_and_eval_only_changes_no_file(text_data, tmp_path):
+    common = SMALL | SHORT | dict(dataset=text_data, lr_decay_iters=8)
+    finish(common | dict(out_dir=tmp_path / "base", max_iters=4))
+    out = tmp_path / "out"
+    common |= dict(out_dir=out)
+    for more in (dict(max_iters=4, init_from=tmp_path / "base"), {}):  # resumed: the checkpoint's loss is known
+        finish(common | more)
+    assert [line["step"] for line in losses(out) if "val_loss" in line] == [0, 4, 8]
+    found = {line["step"]: line["val_loss"] for line in losses(out) if "val_loss" in line}
+    assert found[0] == pytest.approx(losses(tmp_path / "base")[-1]["val_loss"], rel=1e-6)
+    saved = sorted(path.name for path in out.iterdir())
+    log = (out / "metrics.jsonl").read_text()
     only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
     done = finish(common | only, ranks=2)
     assert not done.stderr, done.stderr
     assert "resumes " in done.stdout, done.stdout
     (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
     assert last == f"step 00008 | val loss {found[8]:.4f} (8 sequences)", last
-    assert sorted(path.name for path in tmp_path.iterdir()) == saved
-    assert (tmp_path / "metrics.jsonl").read_text() == log
-    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
+    assert sorted(path.name for path in out.iterdir()) == saved
+    assert (out / "metrics.jsonl").read_text() == log
+    assert json.loads((out / "summary.json").read_text())["val_loss"] == found[8]
 
 
 def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_another_without_a_bos(
