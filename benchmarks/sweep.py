@@ -92,7 +92,8 @@ def grow(s: SimpleNamespace, record: Record) -> None:
 
 def finetune(s: SimpleNamespace, record: Record) -> None:
     for trainers, shapes, checkpointing, flags in FINETUNE:
-        for (batch, block), trainer in itertools.product(shapes, [name for name in trainers if name in s.trainers]):
+        chosen = [name for name in trainers if name in s.trainers]
+        for (batch, block), trainer in itertools.product(shapes, chosen):
             point = point_of(trainer, batch, block, checkpointing, [*flags.split(), *s.flags], s)
             record.measure("batch", point, measure_point, **point)
 

@@ -112,11 +112,14 @@ def _find_weights(out_dir, init_from):
     return folder
 
 
+def _resumes(start):
+    """Whether find_start() found a checkpoint of this run, not published weights or another run's."""
+    return start is not None and start.resume_seconds is not None
+
+
 def resume_point(start: Folder | None) -> tuple[int, int]:
-    """The step and the sequence that a run begins with: 0 and 0, unless find_start() found a checkpoint to resume."""
-    if start is None or start.resume_seconds is None:
-        return 0, 0
-    return start.run["step"], start.run["sequences"]
+    """The step and the sequence that a run begins with: 0 and 0, unless it resumes."""
+    return (start.run["step"], start.run["sequences"]) if _resumes(start) else (0, 0)
 
 
 @stop_on_error()
@@ -143,7 +146,7 @@ def check_start(start: Folder | None, config: LlamaConfig, settings: dict, datas
             stop("conversations alone teach random weights little: name published ones, --init_from=FOLDER, or insist "
                  "with --init_from=scratch")  # fmt: skip
         return
-    resumes = start.resume_seconds is not None
+    resumes = _resumes(start)
     _require_same_tokenizer(start, resumes, dataset)
     _require_same_settings(start, resumes, config, settings)
     check_sizes(_base_of(start, settings) or start, read_config(start)[0])
@@ -206,8 +209,8 @@ def restore(
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
     run_info: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns what
-    the run began with, as init_from; the seconds that a resume took; and the other files of a checkpoint: config.json
-    and tokenizer files by name. Ends the run if the weights cannot be read.
+    the run began with, as init_from; the seconds that a resume took, or None; and the other files of a checkpoint,
+    config.json and tokenizer files, by name. Ends the run if the weights cannot be read.
     """
     start_time = time.perf_counter()
     settings = run_info["settings"]
@@ -218,12 +221,13 @@ def restore(
     if base:
         read_base(base, model, cpu_weights=optimizer.cpu_weights)
         files = adapter_files(files, base.path, settings["lora_rank"], settings["lora_alpha"])
-    if start is None or start.resume_seconds is None:
-        _begin(start, base, model, optimizer, run_info)
-        return _absolute(settings["init_from"]) if start else settings["init_from"], None, files
-    _resume(start, model, optimizer, run_info)
-    seconds = start.resume_seconds + time.perf_counter() - start_time
-    return start.run["settings"].get("init_from", "auto"), seconds, files
+    if _resumes(start):
+        _resume(start, model, optimizer, run_info)
+        seconds = start.resume_seconds + time.perf_counter() - start_time
+        return start.run["settings"].get("init_from", "auto"), seconds, files
+    _begin(start, base, model, optimizer, run_info)
+    began_with = _absolute(settings["init_from"]) if start else settings["init_from"]
+    return began_with, None, files
 
 
 def _begin(folder, base, model, optimizer, run_info):

@@ -87,6 +87,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
     return "".join([*parts, text[done:]])
 
 
+@functools.lru_cache(maxsize=8)  # once, not for each row
 def _refuse_open_end(tokenizer: Tokenizer, template: str) -> None:
     """ValueError if a template begins another answer after every conversation, as the first of Llama 3 Instruct did: as
     the end of the last answer that would be learned, and generation would stop there.
