@@ -397,6 +397,7 @@ def unsloth_qlora(c: LlamaConfig, checkpointing: str, device, offload=False):
         options = {"max_seq_length": c.block_size, "use_gradient_checkpointing": mode}
         model, _ = unsloth.FastLanguageModel.from_pretrained(folder, **options, fix_tokenizer=False)
     model = unsloth.FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, use_gradient_checkpointing=mode)
+    model = unsloth.FastLanguageModel.for_training(model)  # else it does not recompute
     return model, hf_loss(model, partial(torch.autocast, device.type, torch.bfloat16), CUDNN_ATTENTION), adamw(model)
 
 

@@ -23,6 +23,7 @@ from benchmarks.records import Record
 from benchmarks.settings import ROOT
 from benchmarks.trainers import NANOCRIA, llama_config
 from convert import all_rows
+from data.loader import open_dataset
 from model import Llama
 from runtime.hf import write_config
 
@@ -129,7 +130,7 @@ def train_steps(
 
 @functools.cache
 def random_base(config: str) -> tempfile.TemporaryDirectory:
-    """A folder with random weights of the model, like published ones: adapters need a base.
+    """A folder with random weights of the model, like published ones, for the tokens of pystdlib: adapters need a base.
 
     The weights repeat the same 64 million numbers, which is enough to measure speed and memory.
     """
@@ -144,7 +145,9 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
         weights[row.name] = repeated if len(row.shape) > 1 else torch.ones(row.shape, dtype=torch.bfloat16)
     folder = tempfile.TemporaryDirectory()
     save_file(weights, f"{folder.name}/model.safetensors")
-    Path(folder.name, "config.json").write_text(json.dumps(write_config(c, "bytes", "bfloat16", {}, {})))
+    train, _ = open_dataset("pystdlib", block_size=1, seed=0)
+    content = write_config(c, train.meta["tokenizer"], "bfloat16", {}, {})
+    Path(folder.name, "config.json").write_text(json.dumps(content))
     return folder
 
 

@@ -92,9 +92,12 @@ def test_the_step_is_measured_on_a_cpu(tmp_path, monkeypatch, plain_pytorch_on_o
     on_cpu = dict(device="cpu", dtype="float32", kernels="none", attention="sdpa")
     monkeypatch.setattr(runner, "CONFIG", write_config(tmp_path / "tiny.py", **SIZES, ffn_dim=64, **on_cpu))
     out = tmp_path / "step.json"
-    bench.main(f"step --trainers=nanocria --shapes=2x16 --checkpointing=full --steps=3 --out={out}".split())
-    (row,) = json.loads(out.read_text())["points"]
-    assert row["tok_per_s"] == pytest.approx(32_000 / row["ms_per_step"]) and row["peak_gib"] > 0
+    trainers = "--trainers=nanocria,nanocria-lora"
+    bench.main(f"step {trainers} --shapes=2x16 --checkpointing=full --steps=3 --out={out}".split())
+    rows = json.loads(out.read_text())["points"]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["tok_per_s"] == pytest.approx(32_000 / row["ms_per_step"]) and row["peak_gib"] > 0
     assert "| 2 | 16 | full |" in capsys.readouterr().out
 
 
