@@ -44,10 +44,6 @@ def atomic_write(path: Path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
-        if error.errno and not error.filename:  # e.g. a full disk: name the file
-            error.filename = str(path)
-        raise
     finally:
         partial.unlink(missing_ok=True)  # only still there after an error
 
