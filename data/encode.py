@@ -111,7 +111,6 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch = []
     n_chars = 0
     for split, text in documents:
-        assert split in SPLITS, split
         batch.append((split, text))
         n_chars += len(text)
         if n_chars >= BATCH_CHARS:

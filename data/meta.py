@@ -75,14 +75,11 @@ def check_meta(content: Any, where: str | Path) -> dict:
 
 
 def read_meta(folder: str | Path) -> dict:
-    """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
+    """The content of a dataset's meta.json. FileNotFoundError, which says how to make it; ValueError if damaged."""
     path = Path(folder) / "meta.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} is not a finished dataset, it has no meta.json: {how_to_prepare(folder)}")
-    try:
-        return check_meta(read_json(path), path)
-    except ValueError as error:
-        raise ValueError(f"{error}: {how_to_prepare(folder)}") from error
+    return check_meta(read_json(path), path)
 
 
 def how_to_prepare(folder: str | Path) -> str:

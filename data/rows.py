@@ -77,8 +77,6 @@ DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": o
 
 def open_input(path: Path) -> BinaryIO:
     """Open a file or pipe, decompressing it if its name says so."""
-    if path.is_dir():
-        raise BadInput(f"{path} is a folder: give its files")
     file = open(path, "rb")  # noqa: SIM115
     refuse_lfs_pointer(file.peek(), path)
     decompress = DECOMPRESSORS.get(path.suffix.lower())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data.rows import Bad, BadInput, is_json, open_zstd, read_rows
+from data.rows import is_json, open_zstd
 from data.text import prepare as text
 from tests.datasets import LFS_POINTER, contents, texts_of
 from tests.runs import ROOT
@@ -84,11 +84,6 @@ def test_a_slow_pipe_is_read_as_a_file_is(tmp_path, name, format):
     thread.join()
     os.close(reading)
     assert texts_of(tmp_path) == sorted(TEXTS)
-
-
-def test_a_folder_of_rows_is_told_to_name_its_files(tmp_path):
-    with pytest.raises(BadInput, match="is a folder: give its files"):
-        list(read_rows(tmp_path, Bad()))
 
 
 def test_standard_input_needs_a_format(tmp_path):
