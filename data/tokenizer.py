@@ -21,7 +21,6 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from configurator import did_you_mean
 from data.files import how_to_fetch, parse_object, read_small
 from data.meta import FILES, TOKEN_ID, check_meta, fits
 from data.tiktoken_files import bytes_encoding, encoding_of_json, first_id, llama3_encoding, openai_encoding
@@ -52,16 +51,12 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
         return tokenizer
     path = Path(name)
-    if path.suffix == ".gguf":
-        raise ValueError(f"{name} is no tokenizer's file. {how_to_fetch(path)}")
     if path.is_dir() or path.name == "tokenizer.json":
         return tokenizer_of(path if path.is_dir() else path.parent)
     if path.is_file():
         return read_model(path)
-    hint = did_you_mean(str(name), {known: known for known in NAMES})
     known = ", ".join(NAMES)
-    problem = f"Unknown tokenizer {name}: it is not one of {known}, nor a file or folder{hint or '.'}"
-    raise ValueError(f"{problem} {how_to_fetch(path)}")
+    raise ValueError(f"Unknown tokenizer {name}: not one of {known}, nor a file or folder. {how_to_fetch(path)}")
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:

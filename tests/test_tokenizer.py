@@ -72,8 +72,8 @@ def test_llama3_never_merges_across_the_published_splits(tmp_path, string, piece
     assert [tokenizer.decode([token]) for token in tokenizer.encode(string)] == pieces
 
 
-def test_unknown_tokenizer_error_suggests_the_nearest_name():
-    with pytest.raises(ValueError, match=r"Unknown tokenizer cl100k: .*folder\. Did you mean cl100k_base\?"):
+def test_unknown_tokenizer_error_lists_the_names():
+    with pytest.raises(ValueError, match="Unknown tokenizer cl100k: not one of bytes, .* cl100k_base, .*folder"):
         get_tokenizer("cl100k")
 
 
