@@ -41,7 +41,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=count, default=cpu_cores(), help=workers_help)
+    parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
 
 
 def path_argument(text: str) -> Path:
@@ -54,13 +54,6 @@ def share(text: str) -> float:
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1")
     return float(text)
-
-
-def count(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
 
 
 def tokenizer_for_data(name: str) -> Tokenizer:
@@ -110,11 +103,8 @@ def print_next(config: str, *flags: str) -> None:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM print no traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may not be UTF-8
     try:
         main()
-    except ModuleNotFoundError as error:  # of a package that this script alone needs
-        sys.exit(f"error: {error}: pip install {error.name}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -132,7 +132,7 @@ def main():
     parser.add_argument("--input", type=command.path_argument, help=input_help)
     command.add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
-    parser.add_argument("--max_files", type=command.count, help="read only this many parquet files")
+    parser.add_argument("--max_files", type=int, help="read only this many parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
     prepare(**vars(parser.parse_args()))
 

@@ -134,13 +134,11 @@ def prepare(
         chunk_chars = max(n_bytes // 20, 256)
     texts = read_documents(files, format, field, chunk_chars, bad)
     documents = split_texts(texts, val_fraction)
-    if str(tokenizer).startswith("train:"):
-        learned = re.fullmatch(r"train:(\d{1,6})", str(tokenizer))
-        if not learned:
-            raise ValueError(f"--tokenizer {tokenizer}: expected a number of tokens, as in train:8192")
+    if tokenizer.startswith("train:"):
+        n_vocab = int(tokenizer.removeprefix("train:"))
         first = list(first_documents(documents, LEARNED_CHARS))  # a pipe can be read only once
         documents = chain(first, documents)
-        encoding = train_tokenizer((text for split, text in first if split == "train"), int(learned[1]))
+        encoding = train_tokenizer((text for split, text in first if split == "train"), n_vocab)
     else:
         encoding = command.tokenizer_for_data(tokenizer)
     with bad:
