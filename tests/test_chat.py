@@ -303,6 +303,7 @@ QWEN = """\
         {{- part.text }}
     {%- endfor %}
     {%- if message.tool_calls is defined %}
+        {{- '<calls>' }}
         {%- for call in message.tool_calls %}
             {{- call_text(call.function if call.function else call) }}
         {%- endfor %}
@@ -331,6 +332,7 @@ ASKED = {"role": "user", "content": "Rain?"}
 CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
 FOUND = {"role": "tool", "content": "dry"}
 ANSWERED = {"role": "assistant", "content": "No."}
+BARE_CALL = CALL | {"arguments": json.dumps(CALL["arguments"])}
 CALLS = [ASKED, CALLED, FOUND, ANSWERED]
 
 
@@ -367,6 +369,7 @@ ROWS = {  # name: a row, its messages, what else transformers is given
     "nulls inside": ({"messages": called({"city": None}), "tools": [TOOL | {"strict": None}]},
                      called({"city": None}), {"tools": [TOOL | {"strict": None}]}),
     "arguments that are not JSON": ({"messages": called("{")}, called("{"), {}),
+    "a bare call": ({"messages": [ASKED, {"role": "assistant", "tool_calls": [BARE_CALL]}]}, CALLS[:2], {}),
     "no calls": ({"messages": [Q, A | {"tool_calls": []}], "tools": []}, [Q, A], {}),
     "reasoning": ({"messages": [Q, A | {"reasoning_content": "c"}]}, [Q, A | {"reasoning_content": "c"}], {}),
     "parts": ({"messages": [Q | {"content": parts("a", "?")}, A | {"content": parts("b")}]}, [Q, A], {}),
@@ -495,6 +498,9 @@ def test_formats_and_keys_that_nothing_reads_are_printed_and_counted(written, ca
     for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
         assert name in ignored
     assert "'thinking' of messages (1)" in ignored and ignored.count(" of ") == 4
+    seen = Seen()
+    seen.add(read_row(rows[-3]), frozenset({"reasoning"}), False)
+    assert seen.sentences() == ["1 row of messages"], "a template reads thinking under each of its names"
 
 
 def deep(n):
@@ -588,10 +594,12 @@ def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, 
     ("{", "not a line of JSON"),
     ('{"text": "a"}', "an object with text, expected an object with messages, or with prompt and completion"),
     (json.dumps({"instruction": "a", "output": "b", "messages": [Q, A]}), "fits several formats, messages and Alpaca"),
-    ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),
+    ('{"messages": [{"content": "no role"}]}', "message 1 has the role None, expected one of system"),
     (line("a", "b").replace("assistant", "Assistant"), "message 2 has the role 'Assistant', expected one of system"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text can be learned"),
     (json.dumps(share(("elf", "a"))), "a message is from 'elf', expected one of human"),
+    (json.dumps(share(("human", "a"), ("function_call", "f(2)"))), "a function call is 'f.2.', expected the JSON text"),
+    ('{"messages": "a text"}', "is malformed: AttributeError"),
     (json.dumps({"instruction": "a", "output": "b", "history": 3}), "is malformed"),
     (line("only a question"), "there is no answer to learn: no role is assistant"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: .* flagged, as by weight 0"),

@@ -62,10 +62,9 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     example = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, example))
     learned = [token for token, target in zip(ids, is_target, strict=True) if target]
-    end = next((token for token in learned[::-1] if tokenizer.decode([token]).strip()), None)
-    if end is None or tokenizer.decode([end]) not in tokenizer.special_tokens:
+    if tokenizer.decode(learned[-1:]) not in tokenizer.special_tokens:
         raise ValueError("the chat template does not end answers with a special token: generation could not stop there")
-    return end
+    return learned[-1]
 
 
 def prepare(

@@ -140,8 +140,7 @@ def write(template: str, inputs: dict) -> str:
     try:
         return compiled.render(inputs)
     except Exception as error:  # a third-party program may raise anything
-        reason = str(error) or type(error).__name__
-        raise ValueError(f"the chat template cannot write this conversation: {reason:.200}") from error
+        raise ValueError(f"the chat template cannot write this conversation: {error!s:.200}") from error
 
 
 def guarded(value, tokenizer: Tokenizer):
