@@ -100,10 +100,8 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     if config["vocab_size"] != LLAMA3_VOCAB:
         raise ValueError(f"{path} has vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
     head = weights.get("lm_head.weight")
-    embedding = weights.get("model.embed_tokens.weight")
-    gate = weights.get("model.layers.0.mlp.gate_proj.weight")
     stretched = params.get("use_scaled_rope")
-    tied = head is None or (embedding is not None and torch.equal(head, embedding))
+    tied = head is None or torch.equal(head, weights["model.embed_tokens.weight"])
     if tied:
         weights.pop("lm_head.weight", None)
     # The file does not contain the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
@@ -111,7 +109,7 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
                STRETCHED: 8192}  # fmt: skip
     config |= META_SPECIAL_TOKENS | {
         "model_type": "llama", "tie_word_embeddings": tied,
-        "intermediate_size": gate.shape[0] if gate is not None and gate.ndim else 0,
+        "intermediate_size": weights["model.layers.0.mlp.gate_proj.weight"].shape[0],
         "rope_scaling": scaling if stretched else None, POSITIONS: 131072 if stretched else 8192,
     }  # fmt: skip
     return Folder(path, None, config, {}), weights
@@ -149,8 +147,6 @@ def load_pth(folder: Path) -> dict[str, torch.Tensor]:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
-    if not isinstance(weights, dict) or not all(isinstance(x, torch.Tensor) for x in weights.values()):
-        raise ValueError(f"{path} does not hold tensors by name")
     return {meta_to_hf(name): x for name, x in weights.items() if name != "rope.freqs"}
 
 
@@ -179,8 +175,6 @@ def main() -> None:
         print(f"{args.folder}: {source} in {args.dtype}")
     except (OSError, ValueError) as error:
         sys.exit(f"{args.folder} is not written: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +61,6 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 settings, _ = configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 if problem := limit_problem(settings):
     sys.exit(problem)
@@ -119,13 +117,10 @@ try:
     folder = open_folder(newest)
     tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
     set_doc_start(tokenizer, folder.config)
-    messages = [{"role": "system", "content": system}] if system else []
-    if chat:
-        encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # fail early without a usable template
     model = load_model(newest, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
     if chat:
-        converse(messages)
+        converse([{"role": "system", "content": system}] if system else [])
     elif evaluate:
         metrics = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size)
         print("\n".join(f"{name}: {value}" for name, value in metrics.items()))

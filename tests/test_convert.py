@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-from unittest import mock
 
 import pytest
 import torch
@@ -187,7 +186,6 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
     whole = file.read_bytes()
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
-        (lambda: torch.save([torch.zeros(2)], file), "consolidated.00.pth does not hold tensors by name"),
         ((source / "consolidated.01.pth").touch, "holds a model in several parts"),
     ):
         damage()
@@ -441,13 +439,6 @@ def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothin
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large" in done.stderr, done.stderr
-    assert not list(tmp_path.glob("hf*"))
-
-
-def test_ctrl_c_leaves_nothing(alone, tmp_path, monkeypatch, convert_to_hf):
-    monkeypatch.setattr(convert, "load_model", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit, match="130"):
-        convert_to_hf(alone)
     assert not list(tmp_path.glob("hf*"))
 
 
