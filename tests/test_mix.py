@@ -101,7 +101,6 @@ def test_a_name_with_colons_or_commas_is_a_folder_or_a_mix_or_gets_a_sentence(tm
     for plain in ("a:0.5", "b,c:1", "nowhere"):
         assert dataset_parts(plain) == {plain: 1.0}
     assert dataset_parts("x/a:1:2,~/b:.5") == {"x/a:1": 2.0, "~/b": 0.5}
-    assert dataset_parts(" x: 1, y :2") == {"x": 1.0, "y": 2.0}, "spaces as a Python user writes them"
     for wrong in ("a:1,b", "x,y", "x:y", "a:70%,b:30%", "a:1,a:2", "a:1,b:0", "a:1,b:-1", "a:1,b:nan"):
         with pytest.raises(ValueError, match="is no folder, and a mix is a:0.7,b:0.3"):
             dataset_parts(wrong)
