@@ -61,7 +61,7 @@ class Shard:
 
     def __getitem__(self, where: slice) -> np.ndarray:
         start, stop, _ = where.indices(self.n_numbers)
-        n_bytes = max(stop - start, 0) * self.dtype.itemsize
+        n_bytes = (stop - start) * self.dtype.itemsize
         content = os.pread(self.file.fileno(), n_bytes, start * self.dtype.itemsize)
         if len(content) < n_bytes:
             raise ValueError(f"{self.path} has been cut since it was opened: prepare the data again")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents, encode_text
 from data.files import atomic_write, lock, open_to_write, write_json
-from data.meta import SPLITS, check_meta
+from data.meta import SPLITS
 from data.tokenizer import Tokenizer
 from data.tokens import token_dtype
 
@@ -181,7 +181,6 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         for shard, counts in shards.items():
             if n_tokens := counts[split]["tokens"]:
                 meta["files"][split][f"{split}{shard}.bin"] = n_tokens
-    check_meta(meta, folder / "meta.json")  # train.py will
     write_json(folder / "meta.json", meta)
     return meta
 

@@ -56,11 +56,10 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     return meta
 
 
-def prepare_once(folder: Path = HERE) -> None:
+def prepare_once(folder: Path) -> None:
     """Write the dataset unless it exists. If another process is writing it, wait for that."""
     if (folder / "meta.json").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     with open_to_write(folder / ".once.lock", "a") as file:  # not .lock, which prepare takes
         lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
