@@ -75,7 +75,6 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], config)
     tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
     tokenizer.bos = meta.get("bos")
-    tokenizer.hf_bos = tokenizer.bos
     return tokenizer
 
 
@@ -90,9 +89,7 @@ def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, conf
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:
-        sizes = (config.get("vocab_size"), read_object(folder, "params.json").get("vocab_size"))
-        is_llama3 = name == "llama3" or LLAMA3_VOCAB in sizes
-        tokenizer = read_model(find_model(folder, ROOT) if is_llama3 else find_model(folder))
+        tokenizer = read_model(find_model(folder, ROOT) if name == "llama3" else find_model(folder))
     tokenizer.chat_template = template_in(files)
     return tokenizer
 
