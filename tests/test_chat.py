@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from data.chat import prepare as chat
 from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, guarded, inputs_of, render_answers, write
+from data.files import write_json
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from data.vocabulary import Tiktoken
@@ -573,6 +574,8 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
+    write_json(folder / "meta.json", meta | {"eos": [7]})
+    assert tokenizer_of(folder).eos == [7, 256], "the data's end of turn, then the tokenizer's"
     (folder / "train.mask").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.mask"):
         Tokens(folder, "train")
