@@ -77,7 +77,7 @@ def parse_object(content: bytes, path: Path) -> dict:
     """The JSON object that is the content of a file. ValueError if it is damaged or anything else."""
     try:
         value = json.loads(content)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")

@@ -32,7 +32,7 @@ class BadInput(ValueError):
 class Bad:
     """Handles unreadable rows and files as --errors says: "strict" raises BadInput, "skip" counts them for a report."""
 
-    def __init__(self, errors: str = "strict"):
+    def __init__(self, errors: str):
         self.strict = errors == "strict"
         self.n = 0
         self.first = []  # of the sentences, ten
@@ -63,12 +63,12 @@ def reading(path: Path, bad: Callable[[str], None]):
         bad(f"{path} cannot be read: {error}")
 
 
-def open_zstd(file: BinaryIO, mode: str = "rb") -> BinaryIO:
+def open_zstd(file: BinaryIO) -> BinaryIO:
     try:
         zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
         raise ImportError("reading .zst files needs the package backports.zstd: pip install backports.zstd") from error
-    return zstd.open(file, mode)
+    return zstd.open(file)
 
 
 # Each knows a file that is cut off, and reads one that holds several, one after another. (So does not `zstandard`.)
@@ -106,7 +106,7 @@ def read_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig").strip())
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 bad(f"{where} is not a line of JSON: {error}")
             else:
                 yield where, row

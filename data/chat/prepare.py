@@ -50,7 +50,7 @@ def render_rows(
             text = render_answers(tokenizer, conversation.messages, conversation.variables)
         except ValueError as error:
             bad(f"{where}: {error}")
-        except (AttributeError, KeyError, RecursionError, TypeError) as error:  # a list instead of an object, ...
+        except (AttributeError, KeyError, TypeError) as error:  # a list instead of an object, ...
             bad(f"{where} is malformed: {error!r:.200}")
         else:
             seen.add(conversation, names_read(template_of(tokenizer)), BREAK in text)
