@@ -60,7 +60,6 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 settings, _ = configure(globals(), sys.argv[1:])
 
-sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 if problem := limit_problem(settings):
     sys.exit(problem)
