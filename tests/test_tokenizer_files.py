@@ -15,13 +15,13 @@ import transformers
 from data.command import tokenizer_for_data
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import LLAMA3_PATTERN
-from data.tokenizer import NAMES, OPENAI, Tiktoken, get_tokenizer, published_name, tokenizer_of
+from data.tokenizer import NAMES, OPENAI, Tiktoken, files_to_save, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
 from data.vocabulary import HuggingFace, TextStream
 from data.write import write_dataset
 from model import LlamaConfig
 from runtime.hf import hf_files
-from tests.datasets import LFS_POINTER, TEXTS, package_file
+from tests.datasets import TEXTS, package_file
 from tests.published import smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
@@ -264,6 +264,16 @@ def test_a_tokenizer_with_additions_has_another_name_and_the_ids_of_transformers
     assert (257 in tokenizer.encode(text)) != special
 
 
+def test_a_checkpoint_has_the_chat_template_of_its_data_and_not_that_of_its_weights(tmp_path):
+    """Also if the data's tokenizer has no tokenizer_config.json, as Meta's, in which llama.cpp looks first."""
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.files = {"chat_template.jinja": b"new"}
+    meta = write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], tokenizer)
+    files = files_to_save(tmp_path, tmp_path / "data", meta, "bytes")
+    assert files["chat_template.jinja"] == b"new" and "chat_template" not in json.loads(files["tokenizer_config.json"])
+
+
 def test_what_is_null_in_one_file_stands_in_the_other(tmp_path):
     write_hf_folder(tmp_path / "hf", eos_token=None, added_tokens_decoder={})
     (tmp_path / "hf/special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
@@ -275,7 +285,6 @@ NAMELESS = json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a
 
 @pytest.mark.parametrize("file, content, message", [
     ("config.json", b'{"vocab_size": 300}', "no tokenizer.json or tokenizer.model in .*hf download meta-llama"),
-    ("chat_template.jinja", LFS_POINTER, "chat_template.jinja is a git-lfs pointer"),
     ("tokenizer.json", b'{"version": "1.0"', "hf/tokenizer.json is damaged: "),
     ("tokenizer.json", b"[]", "hf/tokenizer.json .*holds no JSON object"),
     ("tokenizer.json", b'{"a": 1}', "hf/tokenizer.json is damaged, or not"),
