@@ -141,7 +141,7 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
 
 NOT_TEXT = {
     "latin1.txt": (b"caf\xe9", "cannot be read: .utf-8"),
-    "utf16.txt": ("text".encode("utf-16"), "is binary or UTF-16"),
+    "utf16.txt": ("text".encode("utf-16-le"), "is binary or UTF-16"),
     "pointer.txt": (LFS_POINTER, "git lfs pull"),
     "a.zst": (b"text", "cannot be read"),
     "short.gz": (b"\x1f\x8b", "cannot be read"),
@@ -190,6 +190,8 @@ def test_text_without_end_of_text_lines_is_cut_alike_whatever_its_length(read, m
     monkeypatch.setattr(text, "HEAD_BYTES", 3000)
     assert read({"a.txt": content}) == whole
     assert len(whole) > 3 and sum(map(len, whole)) == len(content)
+    with pytest.raises(ValueError, match="more than 3,000 bytes before its first end-of-text line"):
+        read({"a.txt": content + "\n<|endoftext|>\n"})
 
 
 @pytest.mark.parametrize("suffix, compress", [(".zst", zstd), (".gz", gzip.compress), (".xz", lzma.compress),
