@@ -586,7 +586,6 @@ def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, 
 
 
 @pytest.mark.parametrize("bad, message", [
-    ("{", "not a line of JSON"),
     ('{"text": "a"}', "an object with text, expected an object with messages, or with prompt and completion"),
     (json.dumps({"instruction": "a", "output": "b", "messages": [Q, A]}), "fits several formats, messages and Alpaca"),
     ('{"messages": [{"content": "no role"}]}', "message 1 has the role None, expected one of system"),

@@ -19,6 +19,7 @@ from model import LlamaConfig
 from runtime import hf
 from runtime.checkpoint import load_model, open_folder, read_run
 from runtime.hf import read_config
+from tests.datasets import LFS_POINTER
 from tests.published import CHATML, assert_same_model, edit_config, hf_llama, publish_chat_model
 from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
 
@@ -218,10 +219,6 @@ def says(**changes):
     return lambda folder: edit_config(folder, **changes)
 
 
-def writes(file, content):
-    return lambda folder: (folder / file).write_text(content)
-
-
 def holds(name, change, source=None):
     """Replace the tensor `name` by change(it), or by change(the tensor `source`)."""
 
@@ -239,7 +236,6 @@ def test_the_frequencies_of_rope_in_older_files_are_left_out(theirs):
 
 
 WEIGHTS = "model.safetensors"
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9085657\n"
 REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
     f"expected {K} of shape (16, 32): ": holds(K, lambda k: k[:, :24]),
@@ -258,7 +254,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
     "config.json is missing: copy or fetch the whole folder": lambda folder: (folder / "config.json").unlink(),
     "has rows for 200, but the data's tokenizer is bytes, 257 tokens: prepare": says(vocab_size=200),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
-    "model.safetensors is a git-lfs pointer": writes(WEIGHTS, LFS),
+    "model.safetensors is a git-lfs pointer": lambda folder: (folder / WEIGHTS).write_bytes(LFS_POINTER),
     "holds no weights: expected a run with": lambda folder: [file.unlink() for file in folder.iterdir()],
 }  # fmt: skip
 

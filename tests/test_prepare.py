@@ -139,7 +139,6 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, out):
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
     (["--tokenizer=train:4k"], "error: invalid literal for int() with base 10: '4k'"),
-    ([], "error: 2 training and 0 validation documents"),
 ])  # fmt: skip
 def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
@@ -315,17 +314,14 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
     os.truncate(parquets / "000.parquet", 1000)
     content = (parquets / "001.parquet").read_bytes()
     (parquets / "001.parquet").write_bytes(content[:1000] + bytes(2000) + content[3000:])  # the footer is whole
-    (tmp_path / "empty").mkdir()
-    for source, options, error, message in (
-        (parquets / "002.parquet", dict(field="body"), ValueError, "no column 'body' but id, text: set --field"),
-        (parquets / "002.parquet", dict(field="id"), ValueError, "row 1 has 'id' of type int, expected a string"),
-        (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read"),
-        (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read"),
-        (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
-        (parquets / "002.parquet", dict(val_fraction=1e-9), ValueError, "more files, or a larger --val_fraction"),
+    for name, options, message in (
+        ("002.parquet", dict(field="body"), "no column 'body' but id, text: set --field"),
+        ("000.parquet", {}, r"000\.parquet cannot be read"),
+        ("001.parquet", {}, r"001\.parquet cannot be read"),
+        ("002.parquet", dict(val_fraction=1e-9), "more files, or a larger --val_fraction"),
     ):
-        with pytest.raises(error, match=message):
-            fineweb_edu.prepare(source, tmp_path / "out", **OPTIONS | options)
+        with pytest.raises(ValueError, match=message):
+            fineweb_edu.prepare(parquets / name, tmp_path / "out", **OPTIONS | options)
 
 
 def test_fineweb_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
