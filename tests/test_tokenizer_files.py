@@ -311,6 +311,17 @@ def test_a_vocabulary_with_a_gap_or_without_added_tokens_is_read(tmp_path):
     assert published_name(tmp_path / "hf") == get_tokenizer(tmp_path / "hf").name
 
 
+def test_a_vocabulary_for_tiktoken_that_lacks_a_byte_is_damaged(tmp_path):
+    """tiktoken would end at the first text with that byte, by a panic in Rust."""
+    write_files(tmp_path, small_encoding("gpt2").hf_files())
+    (tmp_path / "config.json").write_text('{"nanocria_tokenizer": "gpt2"}')
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    del content["model"]["vocab"]["h"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="tokenizer.json is damaged"):
+        get_tokenizer(tmp_path)
+
+
 def test_a_token_beyond_the_rows_of_the_weights_does_not_count_and_its_use_is_an_error(tmp_path):
     """Many of Llama 2's finetunes have a [PAD] that their weights lack: text without it can be learned."""
     write_hf_folder(tmp_path / "hf")
