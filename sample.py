@@ -116,10 +116,13 @@ try:
     folder = open_folder(newest)
     tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
     set_doc_start(tokenizer, folder.config)
+    messages = [{"role": "system", "content": system}] if system else []
+    if chat:
+        encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # fail early without a usable template
     model = load_model(newest, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
     if chat:
-        converse([{"role": "system", "content": system}] if system else [])
+        converse(messages)
     elif evaluate:
         metrics = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size)
         print("\n".join(f"{name}: {value}" for name, value in metrics.items()))

@@ -135,10 +135,12 @@ def prepare(
     texts = read_documents(files, format, field, chunk_chars, bad)
     documents = split_texts(texts, val_fraction)
     if tokenizer.startswith("train:"):
-        n_vocab = int(tokenizer.removeprefix("train:"))
+        n_vocab = tokenizer.removeprefix("train:")
+        if not n_vocab.isdecimal():
+            raise ValueError(f"--tokenizer {tokenizer}: expected a number of tokens, as in train:8192")
         first = list(first_documents(documents, LEARNED_CHARS))  # a pipe can be read only once
         documents = chain(first, documents)
-        encoding = train_tokenizer((text for split, text in first if split == "train"), n_vocab)
+        encoding = train_tokenizer((text for split, text in first if split == "train"), int(n_vocab))
     else:
         encoding = command.tokenizer_for_data(tokenizer)
     with bad:
