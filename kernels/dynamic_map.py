@@ -35,12 +35,12 @@ LAST_CELL = (127 << 7) - FIRST_CELL  # that of 1, counted from FIRST_CELL
 
 def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> torch.Tensor:
     """The 256 values in ascending order, fp32: from −0.993 to 1 if signed, else from 0 to 1."""
-    values = [0.0, 1.0]
+    parts = [torch.tensor([0.0, 1.0], device="cpu")]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i + (not signed)) + 1, dtype=torch.float32, device="cpu")
         middles = 10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2
-        values += middles.tolist() + (-middles if signed else middles[:0]).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+        parts += [middles, -middles] if signed else [middles]
+    return torch.cat(parts).sort().values.to(device)
 
 
 def bounds(values: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,12 @@ def test_the_functions_compute_the_same(name):
     if name == "nf4":
         most = 4e-3  # its result is bfloat16, which the interpreter truncates
     exact = kernels_bench.exact_results(operation, TINY[name], options)
-    for peer in {"nanocria", "eager", "torch"} & operation.functions.keys():
+    peers = {"nanocria", "eager", "torch"} & operation.functions.keys()
+    functions = {peer: operation.functions[peer] for peer in peers}
+    functions["compile"] = torch.compile(functions["eager"], dynamic=False, fullgraph=True, backend="eager")
+    for peer, function in functions.items():
         if (name, peer) != ("linear_cross_entropy", "torch"):  # newer than some PyTorch
-            error = kernels_bench.largest_error(operation, operation.functions[peer], TINY[name], options, exact)
+            error = kernels_bench.largest_error(operation, function, TINY[name], options, exact)
             assert error < most, f"{name} by {peer}: outputs or gradients are {error:.1e} from float64"
 
 
