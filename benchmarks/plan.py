@@ -11,6 +11,7 @@ gradients is summed over the machines.
 
 from dataclasses import dataclass, replace
 
+from benchmarks.settings import read_settings
 from benchmarks.tables import markdown
 
 GPUS_OF_A_MACHINE = 8
@@ -78,4 +79,5 @@ def table() -> str:
 
 
 def main(argv: list[str]) -> None:
+    read_settings(globals(), argv)  # there are none, but --help
     print(table())

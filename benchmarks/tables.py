@@ -95,10 +95,10 @@ def side_by_side(rows: Iterable[dict], keys="batch block") -> str:
     for row in rows:
         point = tuple(cell(row, key) for key in keys.split())
         result = "{tok_per_s:,.0f} · {peak_gib:.1f}".format(**row) if is_measured(row) else "out of memory"
-        lines.setdefault(point, {})[title(row["trainer"])] = result
-    titles = list(dict.fromkeys(name for line in lines.values() for name in line))
-    cells = [[*point, *(line.get(name, "-") for name in titles)] for point, line in lines.items()]
-    return markdown([*keys.split(), *titles], cells)
+        lines.setdefault(point, {})[row["trainer"]] = result
+    trainers = list(dict.fromkeys(name for line in lines.values() for name in line))
+    cells = [[*point, *(line.get(name, "-") for name in trainers)] for point, line in lines.items()]
+    return markdown([*keys.split(), *map(title, trainers)], cells)
 
 
 # --- Tables of more than a row's keys ---

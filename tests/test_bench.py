@@ -49,12 +49,19 @@ def test_a_plot_of_a_record_can_be_read_at_the_width_of_the_page(name):
         assert len(looks) == len(set(looks)), "two lines look the same"
 
 
+def test_trainers_of_the_same_title_have_a_column_each():
+    point = {"batch": 8, "block": 2048, "peak_gib": 1.0}
+    rows = [point | {"trainer": "hf", "tok_per_s": 5.0}, point | {"trainer": "hf-masters", "tok_per_s": 6.0}]
+    assert tables.side_by_side(rows).splitlines()[-1] == "| 8 | 2,048 | 5 · 1.0 | 6 · 1.0 |"
+
+
 USER_ERRORS = """
 xyz => Unknown command xyz
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => Unknown setting --
 step --shapes=8 => --shapes=8: write numbers, a shape as in 8x2048
 disk => name a folder
+plan --ranks=4 => Unknown setting ranks
 estimate --card=gt710 => there are 3060, 3070, 3080, 3090, 4060, 4060ti,
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
 run => usage: python bench.py run FOLDER
