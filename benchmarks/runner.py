@@ -123,8 +123,6 @@ def train_steps(
         if history and "peak_gib" in summary:
             shutil.copy(f"{out_dir}/profile/rank0.memory.pickle", history)
     row |= {key: summary[key] for key in SUMMARY if key in summary}
-    if "cpu_gib" in summary:
-        row["used_cpu_gib"] = summary["cpu_gib"]  # the process's peak
     return row
 
 
