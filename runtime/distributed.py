@@ -31,11 +31,6 @@ local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this machine, by torchrun --max-restarts
 
 
-# A stream that was closed before the start, by >&- or a daemon, is None: print() allows for that, flush() would not.
-sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
 def say(*args, **kwargs) -> None:
     """Print. A failure to print does not end the run."""
     # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.

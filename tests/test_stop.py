@@ -149,11 +149,10 @@ def test_invalid_data_on_one_rank_ends_all_and_a_resume_goes_on(train_on_ranks, 
     assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
 
 
-@pytest.mark.parametrize("before", ["", "sys.stdout = sys.stderr = None"], ids=["full", "closed"])
-def test_broken_or_closed_streams_do_not_stop_training(text_data, tmp_path, before):
+def test_a_broken_stream_does_not_stop_training(text_data, tmp_path):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
     with open("/dev/full", "w") as full:
-        errors = start(settings, wrapped(tmp_path, before), stdout=full).communicate()[1]
+        errors = start(settings, stdout=full).communicate()[1]
     assert "Traceback" not in errors, errors
     assert checkpoint.newest(tmp_path / "out").name == "step_000008"
 
