@@ -20,7 +20,6 @@ import difflib
 import os
 import re
 import runpy
-import signal
 import sys
 import textwrap
 import types
@@ -63,7 +62,6 @@ def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
     values |= named
     if wants_help:
         if is_rank_0:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
             print(help_text(namespace, settings, values))
         sys.exit(0)
     namespace.update(values)
@@ -104,7 +102,6 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
             continue
         default = namespace[name]
         options = options_of(eval(ast.unparse(annotation), namespace)) if annotation else [type(default)]
-        assert options != [types.NoneType], f"{name} = None has no type: write {name}: float | None = None, or another"
         values[name] = check(name, options, default)
 
         first = node.lineno  # of the comment lines above
@@ -187,7 +184,7 @@ def parse(text: str):
         return WORDS[text.lower()]
     try:
         return ast.literal_eval(text) if re.match(r"[-+.\d\[{]", text) else text
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError):
         return text
 
 
@@ -198,7 +195,7 @@ def check(label: str, options: list, *readings):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if option is bool and isinstance(value, int) and value in (0, 1):
                 return bool(value)
-            if option is int and number and abs(value) < 2**100 and value % 1 == 0:  # 1e3, but not 1.5, inf or nan
+            if option is int and number and value % 1 == 0:  # 1e3, but not 1.5, inf or nan
                 return int(value)
             if option is float and number and abs(value) <= sys.float_info.max:  # not inf or nan
                 return float(value)

@@ -1,14 +1,10 @@
 """Settings from defaults, files and flags, of a small script in a temporary folder."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
-
-from tests.runs import ROOT
 
 SCRIPT = '''"""Train a toy
 in two lines.
@@ -122,7 +118,7 @@ OF_ANOTHER_TYPE = {
     ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "1e400", "[1]", "4*8", '"4"'],
     ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "none", "true", "1" + "0" * 400, "3j"],
     ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
-    ("rope_scaling", "a dict or none"): ["{'a': }", "{[]: 1}", "[1]", "{" * 1000],
+    ("rope_scaling", "a dict or none"): ["{'a': }", "[1]"],
 }
 REFUSED = [
     (["--batch_size"], "--batch_size needs a value: --batch_size=..."),
@@ -205,13 +201,3 @@ def test_only_rank_0_prints_and_every_rank_exits(printed, monkeypatch):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         assert bool(printed(2, "--batch_size=x")) == bool(printed(0, "--help")) == (rank == "0")
-
-
-def test_help_ends_silently_if_nobody_reads_on(folder):
-    """As in --help | head."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    options = dict(stdout=writing, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    done = subprocess.run([sys.executable, folder / "train.py", "--help"], **options)
-    os.close(writing)
-    assert not done.stderr, done.stderr
