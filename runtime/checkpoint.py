@@ -22,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
@@ -121,19 +120,13 @@ def best_of(paths: list[Path]) -> Path | None:
 
 
 def newest_model(run: Path) -> Path:
-    """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one.
-
-    Says on stderr if an older checkpoint has a lower validation loss.
-    """
+    """The newest checkpoint of a run, or `run` itself if it is a checkpoint or published. ValueError without one."""
     if is_model(run):
         return run
     path = newest(run)
     if path is None:
         expected = "a run with a checkpoint, or Hugging Face's config.json and .safetensors"
         raise ValueError(f"{run} holds no weights: expected {expected}. {how_to_fetch(run)}")
-    best = best_of(checkpoints(run))
-    if best not in (None, path) and best_of([path]):  # without its own loss, after a signal, it may be the better
-        print(f"{path} is the newest; {best} has a lower validation loss", file=sys.stderr)
     return path
 
 
