@@ -121,12 +121,6 @@ class RunLog:
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
         self._print_data(data, config.block_size)
-        n_sequences = self.tokens_per_step // config.block_size  # of a step
-        if n_sequences > data.n_blocks:
-            print0(
-                f"          a step reads {n_sequences:,} sequences, but there are only {data.n_blocks:,}: lower "
-                "--batch_size or --gradient_accumulation_steps"
-            )
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
@@ -336,10 +330,7 @@ class RunLog:
                 f"validation: {result['bits_per_byte']:.3f} bits per byte; xz -9 needs {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
-        try:
-            write_json(self.out_dir / "summary.json", result)
-        except OSError as error:  # a full disk
-            print0(f"summary.json is not written: {error}")
+        write_json(self.out_dir / "summary.json", result)
 
     def next_command(self, chat: bool, best: Path | None = None) -> None:
         """Print how to sample from the best checkpoint; None: from the newest."""
