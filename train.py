@@ -338,8 +338,7 @@ while True:
 # The end
 phase = "ending"
 if stopping and keep_last and step > first_step:
-    with_flag = " with --init_from=resume" if init_from == "scratch" else ""  # scratch would be refused
-    print0(f"run the same command again{with_flag} to resume")
+    print0("run the same command again to resume")
 if step == last_step and val_loss is not None:
     log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings,
                 save_seconds=saver.seconds, resume_seconds=resume_seconds)  # fmt: skip
