@@ -188,7 +188,7 @@ def read_run(path: Path) -> dict | None:
     if not (path / "run.json").exists():
         return None
     run = read_object(path / "run.json")
-    if run.pop("digest", None) != digest_of_run(run) or "digests" not in run:
+    if run.pop("digest", None) != digest_of_run(run):
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     if run.get("dataset"):
         run["dataset"] = check_meta(run["dataset"], path / "run.json")
@@ -240,8 +240,6 @@ def _open_folder(path, stems):
     adapted = run is not None and ADAPTED in run["digests"]
     config = read_object(path / (ADAPTED if adapted else "config.json"))
     adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
-    if adapted and not isinstance(adapter.get("base_model_name_or_path"), str):
-        raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:

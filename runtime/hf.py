@@ -163,8 +163,6 @@ def read_config(folder) -> tuple[dict, str | None]:
     types = LlamaConfig.__annotations__
     settings = {ours: setting(path, theirs, name, types[ours]) for ours, name in SETTINGS.items()}
     settings["block_size"] = setting(path, theirs, CONTEXT, int, None) or settings["block_size"]
-    if settings["block_size"] < 1:
-        raise ValueError(f"{path} says a context of {settings['block_size']} tokens: expected at least 1")
     settings |= _read_rope(path, theirs)
     supported = LLAMA | {
         "model_type": ["llama", model_type()], "hidden_act": [ACTIVATIONS[model.ACTIVATION]],
@@ -173,10 +171,6 @@ def read_config(folder) -> tuple[dict, str | None]:
     for name, values in supported.items():
         if theirs.get(name) not in values:
             raise ValueError(f"{path} has {name} {theirs.get(name)!s:.60}: only {values[-1]} is supported")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = setting(path, theirs, name, int, list, None)
-        if isinstance(ids, list) and not all(type(token) is int for token in ids):
-            raise ValueError(f"{path}: {name} expects token ids, got {ids!r:.60}")
     try:
         LlamaConfig(**settings)
     except ValueError as error:
