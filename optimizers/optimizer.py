@@ -45,8 +45,6 @@ class Optimizer:
         self.rule = rule
         self.grad_clip = grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.parameters:
-            raise ValueError("no parameter of the model requires a gradient")
         self.rows = matrix_rows(model)
         first = next(iter(self.parameters.values()))
         groups = {}

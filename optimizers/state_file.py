@@ -47,7 +47,6 @@ def page_aligned(n_bytes: int) -> torch.Tensor:
 class StateFile:
     def __init__(self, folder: str, n_bytes: int):
         """Reserve n_bytes on the folder's drive; zeros() reserves more. OSError if it cannot."""
-        self.folder = folder
         self.end = 0  # of the tensors so far
         self.threads = ThreadPoolExecutor(THREADS)
         try:
@@ -97,15 +96,11 @@ class StateFile:
         """os.preadv or os.pwritev of whole pages. Both release the GIL."""
         buffer = memoryview(memory[: whole_pages(x.nbytes)].numpy())
         offset = x.data_ptr() - self.bytes.data_ptr()
-        try:
-            while buffer:
-                n = system_call(self.file.fileno(), [buffer], offset)
-                assert n, f"{self.folder}: the file ends at byte {offset}"
-                buffer = buffer[n:]
-                offset += n
-        except OSError as error:
-            lost = "the state there is lost, but the same command resumes from the newest checkpoint"
-            raise OSError(f"offload_dir {self.folder}: {error.strerror}; {lost}") from error
+        while buffer:
+            n = system_call(self.file.fileno(), [buffer], offset)
+            assert n, f"the file of offload_dir ends at byte {offset}"
+            buffer = buffer[n:]
+            offset += n
 
 
 def open_state_file(offload_dir: str, n_bytes: float) -> StateFile:
