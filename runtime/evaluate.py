@@ -80,8 +80,6 @@ def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | N
     log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
     n_tokens = len(ids) - 1
     n_bytes = len(text.encode())
-    if not n_bytes:
-        raise ValueError("the text is empty")
     perplexity = torch.tensor(-log_p / n_tokens, dtype=torch.float64).exp()  # math.exp raises where this is inf
     return {
         "perplexity": f"{perplexity:.4f} per token",
@@ -116,7 +114,4 @@ def evaluate_file(
         with reading(path, refuse), open_input(path) as file:
             text = file.read().decode("utf-8-sig")
         return evaluate_text(model, tokenizer, text, window, batch_size)
-    rows = list(read_rows(path, refuse))
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return evaluate_answers(model, tokenizer, rows, batch_size)
+    return evaluate_answers(model, tokenizer, list(read_rows(path, refuse)), batch_size)
