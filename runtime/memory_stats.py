@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import resource
-import sys
 from pathlib import Path
 
 import torch
@@ -53,7 +52,7 @@ def card_gib(device: str) -> float:
 def used_gib(device: str) -> float:
     """The peak so far: of GPU memory in use, or on a CPU of this process's memory."""
     if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
