@@ -334,8 +334,6 @@ def lock_out_dir(out_dir: Path) -> TextIO:
         return file
     except BlockingIOError as error:
         raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
-    except OSError as error:
-        raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
 
 
 def commit(partial: Path, final: Path) -> None:
