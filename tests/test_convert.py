@@ -211,6 +211,7 @@ def test_convert_rounds_once_to_the_requested_dtype(alone, convert_to_hf):
 # What cannot be read
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 
@@ -235,6 +236,19 @@ def test_the_frequencies_of_rope_in_older_files_are_left_out(theirs):
     assert_same_model(theirs, theirs)
 
 
+def test_a_tied_head_is_read_beside_its_embedding_or_in_its_place_if_it_is_the_same(theirs):
+    expected = load_model(theirs).tok_embeddings.weight
+    holds(HEAD, lambda embedding: embedding, EMBEDDING)(theirs)
+    assert torch.equal(load_model(theirs).tok_embeddings.weight, expected)
+    tensors = load_file(theirs / WEIGHTS)
+    del tensors[EMBEDDING]
+    save_file(tensors, theirs / WEIGHTS)
+    assert torch.equal(load_model(theirs).tok_embeddings.weight, expected)
+    save_file(tensors | {EMBEDDING: tensors[HEAD] + 1}, theirs / WEIGHTS)
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        load_model(theirs)
+
+
 WEIGHTS = "model.safetensors"
 REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
@@ -245,6 +259,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
     "has attention_bias": says(attention_bias=True),
     "has hidden_act gelu": says(hidden_act="gelu"),
     "partial_rotary_factor": says(partial_rotary_factor=0.5),
+    "has RoPE of type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
     "rope_scaling has ['factor'": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
                                                          "original_max_position_embeddings": 16}),
     "num_attention_heads expects an int, got '4'": says(num_attention_heads="4"),

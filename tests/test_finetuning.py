@@ -111,6 +111,11 @@ def test_sft_reads_200_conversations_three_times_and_evaluates_after_each(train,
     assert [line["step"] for line in losses(tmp_path / "out") if "val_loss" in line] == [n_blocks * i for i in range(4)]
 
 
+def test_conversations_without_weights_to_begin_with_are_refused(train, chats, capsys):
+    message = error_of(train, capsys, dataset=chats["dataset"], mask_documents=True)
+    assert "conversations alone teach random weights little" in message
+
+
 def test_the_header_warns_of_more_than_ten_epochs(train, few, capsys):
     for max_iters, warned in ((10, False), (11, True)):
         all_blocks = dict(dataset=few, batch_size=26)  # are one step's

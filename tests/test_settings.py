@@ -81,6 +81,7 @@ MISTAKES = [
     (dict(n_head=3), "n_head"),
     (dict(init_from="resume"), "holds no checkpoint"),
     (dict(eval_only=True), "has no checkpoint to evaluate: name weights"),
+    (dict(lora_rank=4), "lora_rank has no weights to adapt"),
     (dict(init_from="resum"), "init_from is auto, scratch, resume or a folder of weights: there is no resum"),
 ]
 
