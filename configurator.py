@@ -120,7 +120,7 @@ def options_of(annotation) -> list:
         return list(typing.get_args(annotation))
     if annotation is types.NoneType:
         return [None]
-    return [typing.get_origin(annotation) or annotation]  # list[int]: list
+    return [annotation]
 
 
 def read_command_line(argv: list[str], settings: dict, values: dict, script: str) -> bool:
@@ -136,8 +136,8 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
             wants_help = True
         elif name in settings and argument.startswith("--"):
             options = settings[name].options
-            if not equals and bool in options and (not rest or re.match(r"-|.*\.py$", rest[0])):
-                text = "true"  # --compile without a value
+            if not equals and bool in options:
+                text = "true"  # --compile
             elif not equals:
                 if not rest or rest[0].startswith("--"):
                     raise SettingError(f"{flag} needs a value: {flag}=...")
