@@ -147,14 +147,14 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
         elif argument.startswith("-"):
             raise unknown(name or argument, settings)
         else:
-            override(values, read_file(argument, settings, script), settings, f"{argument}: ")
-    override(values, flags, settings)
+            override(values, read_file(argument, settings, script), f"{argument}: ")
+    override(values, flags)
     return wants_help
 
 
-def override(values: dict, new: dict, settings: dict, where: str = "") -> None:
+def override(values: dict, new: dict, where: str = "") -> None:
     """Apply what one file names, or all flags. Of max_iters and epochs the one that is named later counts."""
-    if "epochs" in settings and new.get("max_iters") is not None:
+    if new.get("max_iters") is not None:
         if new.get("epochs") is not None:
             raise SettingError(f"{where}max_iters and epochs exclude each other: name one of them")
         new = new | {"epochs": None}
