@@ -113,8 +113,6 @@ class RunLog:
         n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
         print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {run.dtype} compute{fp8}")
-        if run.lora_rank:
-            print0(f"lora      adapters of rank {run.lora_rank}; quantize_base: {run.quantize_base}")
         if self.device != "cpu":
             gib = f"about {self.model_info['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
