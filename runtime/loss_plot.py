@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    return rows
 
 
 def read_losses(folder: Path) -> Losses:
