@@ -80,9 +80,8 @@ def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | N
     log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
     n_tokens = len(ids) - 1
     n_bytes = len(text.encode())
-    perplexity = torch.tensor(-log_p / n_tokens, dtype=torch.float64).exp()  # math.exp raises where this is inf
     return {
-        "perplexity": f"{perplexity:.4f} per token",
+        "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
         "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
         "read": f"{n_tokens:,} tokens, {n_bytes:,} bytes",
     }
