@@ -259,6 +259,7 @@ REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py ha
     "has attention_bias": says(attention_bias=True),
     "has hidden_act gelu": says(hidden_act="gelu"),
     "partial_rotary_factor": says(partial_rotary_factor=0.5),
+    "has RoPE of type linear": says(rope_scaling={"type": "linear", "factor": 2.0}),
     "has RoPE of type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
     "rope_scaling has ['factor'": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
                                                          "original_max_position_embeddings": 16}),
