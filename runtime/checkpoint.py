@@ -99,7 +99,7 @@ def is_meta(folder: Path) -> bool:
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
     """The complete checkpoints of out_dir, oldest first."""
-    paths = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
+    paths = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
