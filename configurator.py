@@ -205,8 +205,7 @@ def check(label: str, options: list, *readings):
                 return value
     phrases = [PHRASES.get(option) or ("none" if option is None else repr(option)) for option in options]
     expected = " or ".join(filter(None, [", ".join(phrases[:-1]), phrases[-1]]))
-    choices = {option: repr(option) for option in options if isinstance(option, str)}
-    raise SettingError(f"{label} expects {expected}, got {readings[-1]!r:.300}{did_you_mean(readings[-1], choices)}")
+    raise SettingError(f"{label} expects {expected}, got {readings[-1]!r:.300}")
 
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
@@ -214,9 +213,9 @@ def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
-def did_you_mean(word, candidates: dict[str, str]) -> str:
+def did_you_mean(word: str, candidates: dict[str, str]) -> str:
     """A question with the value of the key closest to word; empty if no key is close."""
-    near = difflib.get_close_matches(str(word), candidates, n=1)
+    near = difflib.get_close_matches(word, candidates, n=1)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
 

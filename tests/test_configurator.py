@@ -127,7 +127,7 @@ REFUSED = [
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
     (["batch_size=3"], "there is no config file batch_size=3 (a .py file). A setting is --name=value"),
     (["out/run"], "there is no config file out/run (a .py file). A setting is --name=value"),
-    (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
+    (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r:.300}")
       for (name, kind), texts in OF_ANOTHER_TYPE.items() for text in texts),
