@@ -147,3 +147,12 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     for name in names:
         mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in models)
         assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
+
+
+def test_a_model_without_layers_is_refused_not_left_to_adamw():
+    """As torch.compile(model), whose parameters have other names."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = OnDevice(model, Muon())
+    model(torch.ones(4)).sum().backward()
+    with pytest.raises(AssertionError, match="no matrix is named layers"):
+        optimizer.step(lr=0.1)

@@ -13,10 +13,11 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 
 from data.loader import Blocks
 from runtime import checkpoint
-from runtime.distributed import say
+from runtime.distributed import on_all_ranks, say, stop_on_error
 from runtime.stop import Signals
 from tests.runs import (
     ROOT,
@@ -68,6 +69,11 @@ def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, 
     assert "rank 0, step 0, training: out of memory" in done.stderr, done.stderr
     helpful = re.findall(r"^  --(\w+)=\S+.*about [\d.]+ GiB instead of [\d.]+", done.stderr, re.MULTILINE)
     assert len(helpful) == 3 and "offload" in helpful, done.stderr
+
+
+def test_out_of_memory_before_the_first_step_reaches_the_excepthook_that_names_settings():
+    with pytest.raises(torch.OutOfMemoryError), stop_on_error():
+        on_all_ranks(mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
