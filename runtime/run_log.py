@@ -120,6 +120,8 @@ class RunLog:
         self._print_data(data, config.block_size)
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
+        if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
+            print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
     def _print_data(self, data: Blocks, block_size: int) -> None:
         steps = self.max_iters
