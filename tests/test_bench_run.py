@@ -1,6 +1,5 @@
 """Losses of training runs: read from the files that a run leaves, tabulated and drawn."""
 
-import importlib
 import json
 import math
 import sys
@@ -11,7 +10,6 @@ from matplotlib.figure import Figure
 
 import bench
 from benchmarks import records, run
-from data.command import run_script
 from runtime.loss_plot import Losses, draw_losses, read_losses
 from runtime.run_log import RunLog
 
@@ -168,8 +166,6 @@ def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         bench.main(["run", str(leave_run(tmp_path / "a", [4.0, 3.0]))])
-    with pytest.raises(SystemExit, match="error: .* pip install matplotlib"):
-        run_script(lambda: importlib.import_module("matplotlib.figure"))
 
 
 def test_a_whole_run_becomes_a_record_with_its_validation_losses(tmp_path, monkeypatch):
