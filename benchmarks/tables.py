@@ -26,9 +26,8 @@ HEADERS = {  # of a row's keys, where they differ from the key
 FORMATS = {  # of numbers and names, by a row's keys; other numbers have two decimals below 10, one below 1,000
     "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
     "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
-    "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}", "update_gb_per_s": "{:.2f}", "plain_gb_per_s": "{:.2f}",
-    "ratio": "{:.2f}", "copy_tb_s": "{:.2f}", "op": "`{}`", "technique": "`{}`", "command": "`{}`", "config": "`{}`",
-    "flags": "`{}`",
+    "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}", "op": "`{}`", "technique": "`{}`", "command": "`{}`",
+    "config": "`{}`", "flags": "`{}`",
 }  # fmt: skip
 
 
