@@ -109,15 +109,12 @@ def point_of(trainer: str, batch: int, block: int, checkpointing: str, flags: li
 
 
 def measure_point(flags: str, **point) -> dict:
-    """The measurement at this point, or why there is none."""
-    warmup, steps = n_steps(point["batch"] * point["block"])
+    """The measurement at this point, or why there is none. Long steps are few: 4 x 131,072 tokens take a minute."""
+    tokens = point["batch"] * point["block"]
+    steps = max(1, min(10, 2**19 // tokens))
+    warmup = 2 if tokens < 2**18 else 1
     warmup += "--cuda_graph=true" in flags  # the step that records the graph takes longer
     return runner.train_steps(**point, steps=steps, warmup=warmup, flags=shlex.split(flags))
-
-
-def n_steps(tokens: int) -> tuple[int, int]:
-    """Steps to warm up, and to measure: fewer if they are long. 4 x 131,072 tokens take a minute."""
-    return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
 
 
 def main(argv: list[str]) -> None:
