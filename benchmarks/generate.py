@@ -65,7 +65,7 @@ def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, cop
     n_new = len(call())  # the first also warms up
     assert n_new == tokens, f"{n_new} of {tokens} tokens"
     seconds = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
-    row = {"tok_per_s": batch * tokens / seconds, "ms_per_token": 1000 * seconds / tokens}
+    row = {"tok_per_s": batch * tokens / seconds}
     if trainer == "nanocria":
         row |= measure_step(model, prompts, tokens, device)
         row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
