@@ -145,13 +145,9 @@ def free_port():
 
 
 def run_torchrun(ranks, settings, script="train.py"):
-    command = torchrun(ranks, settings, script)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
-
-
-def torchrun(ranks, settings, script="train.py"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*command, str(script), *flags(settings)]
+    command += [script, *flags(settings)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
 
 
 def wrapped(folder, before, after="", script="train.py"):
