@@ -34,9 +34,8 @@ memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the technique that needs one; nothing: it is left out
 out = "out/ladder.json"  # the record
 
-PLAIN = "--dtype=float32 --kernels=none --attention=sdpa --activation_checkpointing=none"
 TECHNIQUES = {  # the technique that it builds on, its own settings of train.py
-    "plain": ("", PLAIN),  # PyTorch
+    "plain": ("", "--dtype=float32 --kernels=none --attention=sdpa --activation_checkpointing=none"),  # PyTorch
     "kernels": ("plain", "--kernels=blocks --attention=auto"),
     "loss": ("kernels", "--kernels=all"),
     "checkpointing": ("loss", "--activation_checkpointing=full"),
