@@ -96,10 +96,10 @@ def start(settings, script="train.py", **options):
     return Run(server(), [ROOT / script, *words], environment, **options)
 
 
-def run(settings, script="train.py", **environment):
+def run(settings, script="train.py"):
     """Run the script as one process to its end: exit code, stdout, stderr."""
     with tempfile.TemporaryFile("w+") as stdout:
-        return finished([start(settings, script, stdout=stdout, environment=environment)])
+        return finished([start(settings, script, stdout=stdout)])
 
 
 def run_ranks(ranks, settings, script="train.py"):
@@ -112,9 +112,9 @@ def run_ranks(ranks, settings, script="train.py"):
         return finished([start(settings, script, environment=each, **streams) for each in environments])
 
 
-def finish(settings, ranks=1, script="train.py", **environment):
+def finish(settings, ranks=1, script="train.py"):
     """Run the script as one process or on several ranks; it must succeed. Returns stdout, stderr."""
-    done = run(settings, script, **environment) if ranks == 1 else run_ranks(ranks, settings, script)
+    done = run(settings, script) if ranks == 1 else run_ranks(ranks, settings, script)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -211,10 +211,10 @@ def run_alone(text_data, out_dir, max_iters=10, script="train.py", **changes):
 LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=10, keep_last=5)
 
 
-def wait_until(true, otherwise="it waits forever"):
+def wait_until(true):
     end = time.monotonic() + 300
     while not true():
-        assert time.monotonic() < end, otherwise
+        assert time.monotonic() < end, "it waits forever"
         time.sleep(0.05)
 
 

@@ -111,12 +111,12 @@ def test_after_a_fault_in_the_middle_of_an_update_a_run_resumes_from_the_checkpo
         tmp_path,
         "true, written = os.pwritev, []\n"
         "def pwritev(fd, *args):\n"
-        "    written.append(os.readlink(f'/proc/self/fd/{fd}').startswith(os.environ['DRIVE']))\n"
+        f"    written.append(os.readlink('/proc/self/fd/' + str(fd)).startswith({str(drive)!r}))\n"
         f"    if sum(written) >= 5 * 42 + 20: {fault}\n"  # in step 6
         "    return true(fd, *args)\n"
         "os.pwritev = pwritev",
     )
-    done = run(settings | {"out_dir": tmp_path / "out"}, script, DRIVE=str(drive))
+    done = run(settings | {"out_dir": tmp_path / "out"}, script)
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
     assert not list(drive.iterdir()), "the file of a run that ended is left over"
     assert newest(tmp_path / "out").name == "step_000004", "another was saved after the drive had failed"

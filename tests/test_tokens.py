@@ -381,7 +381,7 @@ def test_a_killed_writer_or_worker_and_sigterm_leave_no_dataset_and_no_workers(t
         assert code < 0 or [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         with pytest.raises(FileNotFoundError, match="not a finished dataset"):
             Tokens(tmp_path / "out", "train")
-        wait_until(lambda children=children: not any(map(alive, children)), "workers outlived their parent")
+        wait_until(lambda children=children: not any(map(alive, children)))  # no worker outlives its parent
         shutil.rmtree(tmp_path / "out")
 
 
