@@ -21,7 +21,7 @@ from json import dumps
 from types import SimpleNamespace
 from typing import Literal
 
-from benchmarks.settings import CHECKPOINTING, OFFLOAD, ROOT, read_settings
+from benchmarks.settings import CHECKPOINTING, ROOT, read_settings
 from benchmarks.tables import table
 from configurator import SettingError, preview
 from model import LlamaConfig
@@ -125,7 +125,7 @@ def gib_of(card: str) -> float:
 def largest_batches(s: SimpleNamespace, named: dict, usable_gib: float) -> list[dict]:
     """A row for each combination that train.py accepts, the cheapest first."""
     rows = []
-    for offload, checkpointing in product(OFFLOAD, CHECKPOINTING):
+    for offload, checkpointing in product(("none", "optimizer", "all"), CHECKPOINTING):
         row = {"activation_checkpointing": checkpointing, "offload": offload}
         with contextlib.suppress(SettingError):
             model, shape = resolve(s.config, s.ranks, named | row, s.flags)

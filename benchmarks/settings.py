@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 SET_BY_BENCHMARKS = {"max_iters", "out_dir", "batch_size", "block_size", "activation_checkpointing", "offload"}
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective
-OFFLOAD = ["none", "optimizer", "all"]
 
 
 def read_settings(namespace: dict, argv: list[str], for_train_py=False, **lists) -> SimpleNamespace:

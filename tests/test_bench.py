@@ -57,7 +57,6 @@ def test_trainers_of_the_same_title_have_a_column_each():
 
 USER_ERRORS = """
 xyz => Unknown command xyz
-kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => Unknown setting --
 step --shapes=8 => --shapes=8: write numbers, a shape as in 8x2048
 disk => name a folder
