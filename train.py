@@ -268,8 +268,8 @@ def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def evaluate() -> float | None:
-    """The mean loss over n_eval_blocks validation blocks, always the same ones. None if a signal interrupts it."""
+def evaluate() -> list[float] | None:
+    """Each dataset's mean loss over n_eval_blocks blocks, always the same ones. None if a signal interrupts it."""
     totals = torch.zeros(len(n_eval_blocks), 2, dtype=torch.float64, device=device)  # float32 would depend on ranks
     for part, n_blocks, total in zip(val_data.parts, n_eval_blocks, totals, strict=True):  # total: losses and targets
         for first in distributed.progress(range(0, n_blocks, batch_size * world_size), "evaluating, batches"):
@@ -284,7 +284,7 @@ def evaluate() -> float | None:
             n_targets = (targets != -100).sum()
             total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
     distributed.all_reduce_sum(totals)
-    return log.val_loss(totals)
+    return (totals[:, 0] / totals[:, 1]).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ val_loss = None
 if eval_only or (start is not None and step == 0):  # given weights: their loss, for comparison
     phase = "evaluating"
     with log.paused():
-        result = log.evaluation(step, evaluate(), sum(n_eval_blocks))
+        _, result = log.evaluation(step, evaluate(), val_data.shares, sum(n_eval_blocks))
         print0(f"step {step:05d} | {result}")
         sampler.show(model)
 last_step = step if eval_only else max_iters
@@ -307,9 +307,9 @@ while True:
     if step > first_step and (stopping or step % eval_interval == 0 or step == last_step):
         with log.paused():
             phase = "evaluating"
-            val_loss = None if stopping else evaluate()
-            stopping = val_loss is None
-            result = log.evaluation(step, val_loss, sum(n_eval_blocks))
+            losses = None if stopping else evaluate()
+            stopping = losses is None
+            val_loss, result = log.evaluation(step, losses, val_data.shares, sum(n_eval_blocks))
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             saved = saver.save(step, run, wait=stopping or step == last_step)

@@ -64,7 +64,7 @@ class RunLog:
     log.step(step, lr, loss=..., grad_norm=...) # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # measures the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not counted as training time
-    log.evaluation(step, val_loss, n_blocks)    # after each evaluation
+    log.evaluation(step, losses, shares, n)     # after each evaluation
     log.summary(...); log.next_command(chat=False); log.close()
     """
 
@@ -95,8 +95,6 @@ class RunLog:
         self.file = None  # metrics.jsonl, on the rank that writes it
         self.wandb = None
         self.model_info = {}  # from header(), for the summary
-        self.shares = {}  # from header(): of each part of a mix
-        self.val_losses = {}  # of the last evaluation: of each part of a mix
         self.line_began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
@@ -106,7 +104,6 @@ class RunLog:
     def header(self, model: Llama, run: RunShape, data: Blocks) -> None:
         config = model.config
         self.model_info = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
-        self.shares = data.shares
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         fp8 = ", projections in float8" if run.fp8 else ""
@@ -263,27 +260,25 @@ class RunLog:
         if not math.isfinite(means["loss"] + means["grad_norm"]):
             self.on_not_finite(step, means["loss"], means["grad_norm"])
 
-    def val_loss(self, totals: torch.Tensor) -> float:
-        """The validation loss, of totals (parts, 2): each part's summed loss and its targets. Of a mix it is the parts'
-        mean by share; evaluation() then also names each part's.
-        """
-        losses = (totals[:, 0] / totals[:, 1]).tolist()
-        self.val_losses = dict(zip(self.shares, losses, strict=True))
-        return sum(share * loss for share, loss in zip(self.shares.values(), losses, strict=True))
+    def evaluation(
+        self, step: int, losses: list[float] | None, shares: dict[str, float], n_blocks: int
+    ) -> tuple[float | None, str]:
+        """Record and draw the validation loss: the mean of the datasets' losses, weighted by their shares of the mix.
 
-    def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
-        """Record the result of an evaluation, None if it was interrupted, and draw it. Returns the text to print."""
-        if val_loss is None:
-            return "interrupted"
+        losses: None if the evaluation was interrupted. Returns the validation loss and the text to print.
+        """
+        if losses is None:
+            return None, "interrupted"
+        val_loss = sum(share * loss for share, loss in zip(shares.values(), losses, strict=True))
         metrics = {"step": step, "val_loss": val_loss}
         text = f"val loss {val_loss:.4f}"
-        if len(self.val_losses) > 1:  # a mix
-            metrics["val_losses"] = self.val_losses
-            text += "".join(f", {name} {loss:.4f}" for name, loss in self.val_losses.items())
+        if len(losses) > 1:  # a mix
+            metrics["val_losses"] = dict(zip(shares, losses, strict=True))
+            text += "".join(f", {name} {loss:.4f}" for name, loss in metrics["val_losses"].items())
         self.record(metrics)
         if self.file and step:
             self.draw()
-        return f"{text} ({n_blocks:,} sequences)"
+        return val_loss, f"{text} ({n_blocks:,} sequences)"
 
     def summary(self, val_loss: float, val_data: Blocks, n_evaluated: int, **more) -> None:
         """Print the run's result and write summary.json. n_evaluated: how many validation tokens are in val_loss."""

@@ -64,11 +64,11 @@ def test_each_evaluation_draws_the_losses_unless_there_is_no_matplotlib(tmp_path
     folder = leave_run(tmp_path / "a", [3.0] * 12)
     log = RunLog(str(folder), "cpu", "float32", 1000, 1.0)
     log.open(200, None)
-    log.evaluation(200, 2.5, 10)
+    log.evaluation(200, [2.5], {"a": 1.0}, 10)
     assert (folder / "loss.png").stat().st_size > 10_000
     (folder / "loss.png").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
-    log.evaluation(210, 2.4, 10)
+    log.evaluation(210, [2.4], {"a": 1.0}, 10)
     assert not [*tmp_path.glob("*/loss.png")] and not capsys.readouterr().out
     log.close()
 

@@ -88,7 +88,7 @@ def test_a_mix_is_the_same_on_two_ranks_and_when_resumed_there(parts, train_on_r
         loss = last["val_losses"][str(folder)]
         assert f"{folder} {loss:.4f}" in out
         run = train(dataset=folder, init_from=one / "step_000006", eval_only=True, out_dir=tmp_path / name)
-        assert run["evaluate"]() == pytest.approx(loss, rel=1e-6)
+        assert run["evaluate"]() == pytest.approx([loss], rel=1e-6)
     assert last["val_loss"] == pytest.approx(np.dot([0.7, 0.3], list(last["val_losses"].values())))
     config = json.loads((one / "step_000006/config.json").read_text())
     assert config["vocab_size"] == 257 and (one / "step_000006/tokenizer.json").exists()

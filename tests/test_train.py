@@ -119,7 +119,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     blocks = run["val_data"].read(np.arange(n) * n_all // n)
     with torch.no_grad():
         expected = run["model"](*run["make_batch"](blocks)).item()
-    assert run["evaluate"]() == run["evaluate"]() == pytest.approx(expected, rel=1e-6)
+    assert run["evaluate"]() == run["evaluate"]() == pytest.approx([expected], rel=1e-6)
 
 
 def test_given_weights_are_evaluated_before_the_first_step_and_eval_only_changes_no_file(text_data, tmp_path):
