@@ -48,7 +48,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         dataset = (opened.run or {}).get("dataset", {})
         others = hf_files(opened, config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
-        write_folder(partial, {"model": rows}, others, run)
+        write_folder(partial, {"model.safetensors": rows}, others, run)
         commit(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

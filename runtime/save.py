@@ -181,22 +181,22 @@ def _pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
-    """This rank's rows of Optimizer.tensors(), or of copies of them, by the file they go to.
+    """This rank's rows of Optimizer.tensors(), or of copies of them, by the name of their file.
 
     A whole master is saved as the weight in the compute dtype plus the bits that bfloat16 lacks, or in float16 plus the
     master itself. So in bfloat16 a run with whole masters can resume with masters in halves, and vice versa.
     """
-    model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
-    files = {model: [], "optimizer": []}
+    model = "adapter_model.safetensors" if any(name.endswith("lora_a") for name in parameters) else "model.safetensors"
+    files = {model: [], "optimizer.safetensors": []}
     for (name, state), x in tensors.items():
         dtype = parameters[name].dtype
         for rows in hf_rows(name, x, config, state):
             if state or x.dtype == dtype:
-                files["optimizer" if state else model].append(rows)
+                files["optimizer.safetensors" if state else model].append(rows)
             else:
                 weight, rest = _split_master(rows, dtype)
                 files[model].append(weight)
-                files["optimizer"].append(rest)
+                files["optimizer.safetensors"].append(rest)
     return files
 
 
@@ -229,24 +229,24 @@ def write_folder(
 ) -> None:
     """Write a folder and flush it to disk. Every rank must call it, with its own rows. The caller then renames it.
 
-    tensors: keyed by their file, "model" or "optimizer". hf_files: other files by name. run: the content of run.json.
+    tensors: by the name of their file, the model's first. hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
-    headers = {stem: _header(rows) for stem, rows in tensors.items()}
-    model = min(tensors)  # "model" or "adapter_model", before "optimizer"
-    small = hf_files | {f"{model}.safetensors.index.json": _index(model, tensors[model])}
+    headers = {name: _header(rows) for name, rows in tensors.items()}
+    model = next(iter(tensors))
+    small = hf_files | {f"{model}.index.json": _index(model, tensors[model])}
 
     def create():
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in small.items():
             _write_file(folder / name, content)
-        for stem, (header, _, n_bytes) in headers.items():
-            _write_file(folder / f"{stem}.safetensors", header, n_bytes)
-        return {name: piece_ends(folder / name) for name in [*small, *(f"{stem}.safetensors" for stem in headers)]}
+        for name, (header, _, n_bytes) in headers.items():
+            _write_file(folder / name, header, n_bytes)
+        return {name: piece_ends(folder / name) for name in [*small, *headers]}
 
     ends = from_rank_0(create, group)
-    for stem, (_, begins, _) in headers.items():
-        on_all_ranks(partial(_write_rows, folder / f"{stem}.safetensors", tensors[stem], begins), group)
+    for name, (_, begins, _) in headers.items():
+        on_all_ranks(partial(_write_rows, folder / name, tensors[name], begins), group)
     digests = digests_of(folder, ends, group)
 
     def finish():
@@ -262,10 +262,10 @@ def _n_bytes(rows):
     return math.prod(rows.shape) * rows.dtype.itemsize
 
 
-def _index(stem, tensors):
+def _index(file, tensors):
     """Hugging Face's index, also of a single file: without it vLLM would read optimizer.safetensors as weights."""
     total = sum(map(_n_bytes, tensors))
-    weight_map = {rows.name: f"{stem}.safetensors" for rows in tensors}
+    weight_map = {rows.name: file for rows in tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 

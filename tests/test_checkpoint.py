@@ -53,9 +53,9 @@ def whole_states(config):
 
 
 def rows_of(config, states):
-    files = {"model": [], "optimizer": []}
+    files = {"model.safetensors": [], "optimizer.safetensors": []}
     for (state, name), x in states.items():
-        files["optimizer" if state else "model"] += hf_rows(name, x, config, state)
+        files["optimizer.safetensors" if state else "model.safetensors"] += hf_rows(name, x, config, state)
     return files
 
 
@@ -83,11 +83,11 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path):
     states = whole_states(ODD)
     path = tmp_path / "x"
     write(path, ODD, states)
-    for stem, rows in rows_of(ODD, states).items():
-        found = safetensors.torch.load_file(path / f"{stem}.safetensors")
+    for file, rows in rows_of(ODD, states).items():
+        found = safetensors.torch.load_file(path / file)
         expected = {row.name: row.tensor for row in rows}
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-        with safetensors.safe_open(path / f"{stem}.safetensors", "pt") as opened:
+        with safetensors.safe_open(path / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
     index = json.loads((path / "model.safetensors.index.json").read_text())
     model = safetensors.torch.load_file(path / "model.safetensors")
@@ -118,7 +118,7 @@ def most_resident_mib():
 
 def test_reading_a_rank_s_rows_takes_no_memory_for_the_file(tmp_path):
     x = torch.ones(2**14, 2**13, dtype=torch.bfloat16)  # 256 MiB
-    write_folder(tmp_path / "x", {"model": [Rows("x", x.dtype, x.shape, 0, x)]}, HF_FILES, {})
+    write_folder(tmp_path / "x", {"model.safetensors": [Rows("x", x.dtype, x.shape, 0, x)]}, HF_FILES, {})
     shape = x.shape
     del x
     folder = open_folder(tmp_path / "x")

@@ -282,8 +282,8 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype, monke
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
     assert [(optimizer.updates, optimizer.loss_scale.scale.item()) for optimizer in both] == [(2, 2.0**15)] * 2
     files = [rows_to_save(optimizer.tensors(), optimizer.parameters, CONFIG) for optimizer in both]
-    for stem in ("model", "optimizer"):
-        ours, theirs = ({row.name: (row.dtype, row.shape) for row in of[stem]} for of in files)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = ({row.name: (row.dtype, row.shape) for row in of[file]} for of in files)
         assert ours == theirs, "what one place has saved, the other resumes"
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
