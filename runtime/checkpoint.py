@@ -223,17 +223,16 @@ def require_file(path: Path) -> None:
 # Folders
 
 
-def open_folder(path: Path, stems: tuple[str, ...] = ("model",)) -> Folder:
-    """Read and check all but the tensors, on rank 0. Every rank must call it. To resume: stems ("model", "optimizer").
-    In a checkpoint of adapters "model" stands for these.
+def open_folder(path: Path, optimizer: bool = False) -> Folder:
+    """Read and check all but the tensors, on rank 0. Every rank must call it. optimizer: find its tensors, too.
 
     Raises, on all ranks, Damaged if a file is missing, truncated, not what was saved or malformed; OSError if one
     cannot be read.
     """
-    return from_rank_0(lambda: _open_folder(Path(path), stems))
+    return from_rank_0(lambda: _open_folder(Path(path), optimizer))
 
 
-def _open_folder(path, stems):
+def _open_folder(path, optimizer):
     if is_meta(path):
         raise ValueError(f"{path} holds Meta's own files: python convert.py {path} NEW makes a folder that is read")
     run = read_run(path)
@@ -244,9 +243,9 @@ def _open_folder(path, stems):
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
             config["nanocria_tokenizer"] = name
-    tensors = {}
-    for stem in stems:
-        tensors |= _tensors_of(path, "adapter_model" if adapted and stem == "model" else stem)
+    tensors = _tensors_of(path, "adapter_model" if adapted else "model")
+    if optimizer:
+        tensors |= _tensors_of(path, "optimizer")
     for name, info in tensors.items():
         if run is None and info.dtype not in WEIGHT_DTYPES and not info.file.startswith("optimizer"):
             raise ValueError(f"{path} has {name} in {info.dtype}: expected one of {', '.join(WEIGHT_DTYPES)}")
@@ -455,7 +454,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     """
     path = newest_model(Path(path))
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
-    folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
+    folder = open_folder(path, optimizer=masters)
     verify(folder)
     settings, _ = read_config(folder)
     base = open_base(folder) if folder.adapter else None

@@ -86,7 +86,7 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
         stop(f"{saved[-1]} is left from an earlier run: --init_from=resume continues it, or name another --out_dir")
     for path in reversed(saved):
         try:
-            folder = open_folder(path, ("model", "optimizer"))
+            folder = open_folder(path, optimizer=True)
             if folder.run is None:
                 raise Damaged(f"{path / 'run.json'} is missing")
             verify(folder)

@@ -65,7 +65,7 @@ def write(path, config, states):
 
 def read(path, config, like):
     """The states of a folder, shaped like these."""
-    folder = open_folder(path, ("model", "optimizer"))
+    folder = open_folder(path, optimizer=True)
     assert folder.run["step"] == 7 and folder.run.get("loss") is None
     verify(folder)
     states = {key: torch.zeros_like(x) for key, x in like.items()}

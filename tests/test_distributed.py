@@ -173,7 +173,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_damage_is_found_by_all(
     done = train(2, script, max_iters=4, eval_interval=2)
     assert "NOT SAVED: rank 1: no such luck. The newest checkpoint: none" in done.stdout, done.stdout
     (path,) = (tmp_path / "out").glob("step_*")
-    verify(open_folder(path, ("model", "optimizer")))
+    verify(open_folder(path, optimizer=True))
     damage(path / "model.safetensors")
     assert f"{path}/model.safetensors is damaged: it is not what was saved" in train(2, code=1, max_iters=4).stderr
 
