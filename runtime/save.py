@@ -275,18 +275,16 @@ def _header(tensors):
     The widest dtype comes first, so that each tensor is aligned.
     """
     header = {"__metadata__": {"format": "pt"}}  # transformers requires the format
-    begins = {}
     offset = 0
     for rows in sorted(tensors, key=lambda rows: -rows.dtype.itemsize):
         end = offset + _n_bytes(rows)
         dtype = DTYPE_NAMES[rows.dtype]
         header[rows.name] = {"dtype": dtype, "shape": list(rows.shape), "data_offsets": [offset, end]}
-        begins[rows.name] = offset
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    begins = {name: start + begin for name, begin in begins.items()}
+    begins = {rows.name: start + header[rows.name]["data_offsets"][0] for rows in tensors}
     return len(text).to_bytes(8, "little") + text, begins, start + offset
 
 
