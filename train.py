@@ -248,7 +248,7 @@ log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_
              flops_per_token=model.flops_per_token(block_size), log_interval=log_interval, profile=profile)  # fmt: skip
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
-began_with, resume_seconds, hf_files = restore(start, model, optimizer, run_info)
+began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
 settings["init_from"] = began_with  # not what a resume's command says
 sampler = Sampler(sample_prompt, train_data, hf_files)
 saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,

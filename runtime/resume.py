@@ -3,7 +3,7 @@
     lock_file = claim(out_dir)                                    # one run at a time, one folder for all ranks
     start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None: open
     check_start(start, config, settings, dataset)                 # before the model is built
-    began_with, resume_seconds, hf_files = restore(start, model, optimizer, run_info)
+    began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
 
 Each ends the run with a sentence if it cannot go on. Every rank must call them.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from data.files import how_to_fetch
-from data.loader import dataset_folder, dataset_parts
+from data.loader import Blocks
 from model import Llama, LlamaConfig
 from runtime.checkpoint import (
     Damaged,
@@ -204,7 +204,7 @@ def _require_same_settings(folder, resumes, config, settings):
 
 @stop_on_error()
 def restore(
-    start: Folder | None, model: Llama, optimizer, run_info: dict
+    start: Folder | None, model: Llama, optimizer, train_data: Blocks, run_info: dict
 ) -> tuple[str, float | None, dict[str, bytes]]:
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
@@ -214,8 +214,8 @@ def restore(
     """
     start_time = time.perf_counter()
     settings = run_info["settings"]
-    dataset = run_info["dataset"]
-    data = dataset_folder(next(iter(dataset_parts(settings["dataset"]))))  # all parts of a mix have its tokenizer
+    dataset = train_data.meta
+    data = train_data.tokens.folder  # the first dataset of a mix: all have its tokenizer
     files = hf_files(start, model.config, dataset["tokenizer"], run_info["dtype"], dataset, data)
     base = start and _base_of(start, settings)
     if base:
