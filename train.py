@@ -27,7 +27,7 @@ from runtime.check_settings import check_schedule, check_settings
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.device import CUDAGraph, pick_device, pick_dtype, send_to_device
 from runtime.distributed import local_world_size, on_all_ranks, print0, rank, stop_on_error, world_size
-from runtime.generate import Sampler
+from runtime.generate import new_sampler
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.resume import check_start, claim, find_start, model_settings, restore, resume_point
@@ -250,7 +250,7 @@ log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
 settings["init_from"] = began_with  # not what a resume's command says
-sampler = Sampler(sample_prompt, train_data, hf_files)
+show_sample = new_sampler(sample_prompt, train_data, hf_files)
 saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
@@ -299,7 +299,7 @@ if eval_only or (start is not None and step == 0):  # given weights: their loss,
     with log.paused():
         _, result = log.evaluation(step, evaluate(), val_data.shares, sum(n_eval_blocks))
         print0(f"step {step:05d} | {result}")
-        sampler.show(model)
+        show_sample(model)
 last_step = step if eval_only else max_iters
 batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
 while True:
@@ -315,7 +315,7 @@ while True:
             saved = saver.save(step, run, wait=stopping or step == last_step)
             print0(f"step {step:05d} | {result} | {saved}")
             if not stopping:
-                sampler.show(model)
+                show_sample(model)
     if stopping or step == last_step:
         break
     phase = "training"

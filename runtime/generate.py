@@ -9,7 +9,7 @@ the padding, and the next token overwrites it. So a row's text does not depend o
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -182,39 +182,31 @@ def generate_text(
     yield [stream.end() for stream in streams]
 
 
-class Sampler:
-    """The sample that train.py prints after each evaluation, with --sample_prompt.
+@stop_on_error()
+def new_sampler(prompt: str | None, data: Blocks, hf_files: dict[str, bytes]) -> Callable[[Llama], None]:
+    """Return show_sample(model), which prints how the model continues the prompt or, if trained on chats, its answer.
 
-        sampler = Sampler("A cria is", train_data, hf_files)  # None as the prompt: show() prints nothing
-        sampler.show(model)                                   # how it continues or, if trained on chats, its answer
-
-    The text is that of sample.py with the same prompt, seed and number of tokens. It comes from a generator of its own:
-    training does not change.
+    hf_files: of the run's checkpoints; config.json says what precedes a prompt. prompt None: nothing is printed. The
+    text is that of sample.py with the same prompt, seed and number of tokens. It comes from a generator of its own, so
+    training does not change. Ends the run if the data's tokenizer cannot be read or its chat template refuses the
+    prompt.
     """
+    if prompt is None:
+        return lambda model: None
+    tokenizer = tokenizer_of(data.tokens.folder)
+    set_doc_start(tokenizer, json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
+    if data.tokens.masks:  # conversations
+        ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+        prompt += "\n"  # the answer begins on a line of its own
+    else:
+        ids = begin_document(tokenizer, prompt, special=True)
 
-    @stop_on_error()
-    def __init__(self, prompt: str | None, data: Blocks, hf_files: dict[str, bytes]):
-        """hf_files: of the run's checkpoints; config.json says what precedes a prompt.
-
-        It ends the run if the data's tokenizer cannot be read or, for chats, its template refuses the prompt.
-        """
-        self.prompt = prompt
-        if prompt is None:
-            return
-        self.is_chat = bool(data.tokens.masks)
-        self.tokenizer = tokenizer_of(data.tokens.folder)
-        set_doc_start(self.tokenizer, json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
-        if self.is_chat:
-            self.ids = encode_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
-        else:
-            self.ids = begin_document(self.tokenizer, prompt, special=True)
-
-    def show(self, model: Llama) -> None:
-        if self.prompt is None:
-            return
+    def show_sample(model):
         generator = torch.Generator(model.tok_embeddings.weight.device).manual_seed(1337)
         # No CUDA graph: its memory could be that of training's graphs.
         options = dict(temperature=0.8, generator=generator, cuda_graph=False)  # sample.py's
-        parts = generate_text(model, self.tokenizer, [self.ids], 64, **options)
-        text = self.prompt + "\n" * self.is_chat + "".join(part for (part,) in parts)
+        parts = generate_text(model, tokenizer, [ids], 64, **options)
+        text = prompt + "".join(part for (part,) in parts)
         print0("sample    " + text.replace("\n", "\n" + " " * 10))
+
+    return show_sample
