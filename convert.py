@@ -34,8 +34,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     Raises ValueError or OSError if `source` cannot be read or `folder` cannot be written.
     """
     opened, meta_weights = read_meta(source) if is_meta(source) else (open_folder(source), None)
-    settings, tokenizer = read_config(opened)
-    config = LlamaConfig(**settings)
+    config, tokenizer = read_config(opened)
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
     try:

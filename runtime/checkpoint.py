@@ -314,14 +314,14 @@ def find_tensor(folder: Folder, name: str, shape: tuple[int, ...]) -> TensorInfo
     return info
 
 
-def check_sizes(folder: Folder, settings: dict) -> None:
+def check_sizes(folder: Folder, config: LlamaConfig) -> None:
     """Raise ValueError if the weights of a folder are not of the sizes in its config.json. A model of these sizes could
-    take any amount of memory: call it before building one. settings: read_config's.
+    take any amount of memory: call it before building one. config: read_config's.
     """
-    n_embd = settings["n_embd"]
-    last_layer = f"model.layers.{settings['n_layer'] - 1}"
-    find_tensor(folder, EMBEDDING, (settings["vocab_size"], n_embd))
-    in_last_layer = {"input_layernorm.weight": (n_embd,), "mlp.gate_proj.weight": (settings["ffn_dim"], n_embd)}
+    last_layer = f"model.layers.{config.n_layer - 1}"
+    find_tensor(folder, EMBEDDING, (config.vocab_size, config.n_embd))
+    gate = (config.ffn_dim, config.n_embd)
+    in_last_layer = {"input_layernorm.weight": (config.n_embd,), "mlp.gate_proj.weight": gate}
     for name, shape in in_last_layer.items():
         if model_type() == "llama" or f"{last_layer}.{name}" in folder.tensors:  # a changed model may have others
             find_tensor(folder, f"{last_layer}.{name}", shape)
@@ -456,11 +456,11 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, optimizer=masters)
     verify(folder)
-    settings, _ = read_config(folder)
+    config, _ = read_config(folder)
     base = open_base(folder) if folder.adapter else None
-    check_sizes(base or folder, settings)
+    check_sizes(base or folder, config)
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings)).to(dtype)
+        model = Llama(config).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
             add_lora(model, run["lora_rank"], run["lora_alpha"], run["quantize_base"])

@@ -150,8 +150,8 @@ def model_type() -> str:
     return "nanocria" if changed and model.MODEL_TYPE == "llama" else model.MODEL_TYPE
 
 
-def read_config(folder) -> tuple[dict, str | None]:
-    """The settings of the model in an open folder, by train.py's names, and its tokenizer's name, or None if unknown.
+def read_config(folder) -> tuple[LlamaConfig, str | None]:
+    """The model in an open folder, and its tokenizer's name, or None if unknown.
 
     block_size is the model's context: as long as it was trained. Raises ValueError for a model that model.py does not
     support.
@@ -172,11 +172,11 @@ def read_config(folder) -> tuple[dict, str | None]:
         if theirs.get(name) not in values:
             raise ValueError(f"{path} has {name} {theirs.get(name)!s:.60}: only {values[-1]} is supported")
     try:
-        LlamaConfig(**settings)
+        config = LlamaConfig(**settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
-    return settings, setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
+    tokenizer = "llama3" if config.vocab_size == LLAMA3_VOCAB else None
+    return config, setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
 
 
 def _read_rope(path: Path, theirs: dict) -> dict:

@@ -129,8 +129,8 @@ def model_settings(start: Folder | None, named: set[str]) -> dict:
     """
     if start is None:
         return {}
-    model, _ = read_config(start)
-    return {name: model[name] for name in MODEL_SETTINGS if name not in named and name != "vocab_size"}
+    config, _ = read_config(start)
+    return {name: getattr(config, name) for name in MODEL_SETTINGS if name not in named and name != "vocab_size"}
 
 
 @stop_on_error()
@@ -168,20 +168,21 @@ def _absolute(folder: str) -> str:
 
 
 def _require_same_tokenizer(folder, resumes, dataset):
-    model, tokenizer = read_config(folder)
+    trained, tokenizer = read_config(folder)
     data = f"{dataset['tokenizer']}, {dataset['vocab_size']:,} tokens"
     advice = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}"
     if tokenizer not in (None, dataset["tokenizer"]):
         advice += f", or change {'out_dir' if resumes else 'init_from'}"
         stop(f"{folder.path} was trained on {tokenizer} tokens, but the data's tokenizer is {data}: {advice}")
-    if dataset["vocab_size"] > model["vocab_size"]:
-        stop(f"{folder.path} has rows for {model['vocab_size']:,}, but the data's tokenizer is {data}: {advice}")
+    if dataset["vocab_size"] > trained.vocab_size:
+        stop(f"{folder.path} has rows for {trained.vocab_size:,}, but the data's tokenizer is {data}: {advice}")
     if tokenizer is None:  # only the user can know
         print0(f"{folder.path} does not say its tokenizer, which must be the data's: {data}")
 
 
 def _require_same_settings(folder, resumes, config, settings):
-    was, _ = read_config(folder)
+    trained, _ = read_config(folder)
+    was = {name: getattr(trained, name) for name in MODEL_SETTINGS}
     now = {name: getattr(config, name) for name in MODEL_SETTINGS}
     more = ADAPTER_SETTINGS if folder.adapter else ()
     for name in STATE_SETTINGS if resumes else more:
@@ -244,7 +245,7 @@ def _begin(folder, base, model, optimizer, run_info):
         print0(f"begins    with the weights of {folder.path}")
         if settings["lora_rank"] and folder.run:
             print0("          which the adapters will need. Training that run further may delete them: keep a copy")
-        context = read_config(folder)[0]["block_size"]
+        context = read_config(folder)[0].block_size
         if model.config.block_size > context:
             print0(f"          which were trained on {context:,} tokens at a time; block_size is more")
     for name in optimizer.parameters if settings["keep_last"] else ():

@@ -150,10 +150,10 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(
 ):
     source, theirs = meta_folder(tied, factor, **({} if scaled is None else {"use_scaled_rope": scaled}))
     folder = convert_to_hf(source, "--dtype", "float32")
-    settings, tokenizer = read_config(open_folder(folder))
-    assert tokenizer == "llama3" and settings["tie_embeddings"] == tied and settings["ffn_dim"] == 96
-    assert (settings["rope_scaling"] or {"factor": None})["factor"] == factor
-    assert not factor or list(settings["rope_scaling"]) == sorted(SCALING)  # a message that suggests it stays the same
+    config, tokenizer = read_config(open_folder(folder))
+    assert tokenizer == "llama3" and config.tie_embeddings == tied and config.ffn_dim == 96
+    assert (config.rope_scaling or {"factor": None})["factor"] == factor
+    assert not factor or list(config.rope_scaling) == sorted(SCALING)  # a message that suggests it stays the same
     assert_same_model(folder, folder)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", rotate_pairs)
     assert_same_model(folder, theirs)
