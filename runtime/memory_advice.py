@@ -112,51 +112,46 @@ def pinned(n_bytes: float) -> int:
 # What to change if it does not fit
 
 
-def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
-    """train.py's settings that may lower the peak, one list of values for each, from the cheapest to the strongest."""
+def choices(config: LlamaConfig, run: RunShape) -> list[list[tuple[str, RunShape]]]:
+    """What may lower the peak: train.py's flags, and the run with them. Each setting has a list, from its cheapest to
+    its strongest value.
+    """
     offload = ["none", "optimizer", "all"]
     if run.cuda_graph or not run.rule.supports_offload:  # as check_settings requires
         offload = [run.offload]
     elif run.quantize_base == "nf4" or (run.lora_rank and run.fp8):
         offload.remove("all")
-    stronger = {
+    values_of = {
         "activation_checkpointing": ["none", "selective", "full"],
         "offload": offload,
         "kernels": ["none", "blocks", "all"],
         "sync_every_micro_batch": [False, True],
     }
     if run.activation_checkpointing != "none" and not (run.compile or run.cuda_graph):
-        stronger["offload_activations"] = [False, True]
+        values_of["offload_activations"] = [False, True]
     if run.lora_rank and run.offload != "all":
-        stronger["quantize_base"] = ["none", "nf4"]
-    values_of_settings = [
-        [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
-    ]
+        values_of["quantize_base"] = ["none", "nf4"]
+    alternatives = []
+    for name, values in values_of.items():
+        stronger = values[values.index(getattr(run, name)) + 1 :]
+        alternatives.append([(f"--{name}={str(value).lower()}", replace(run, **{name: value})) for value in stronger])
     in_blocks = config.n_embd % 256 == config.ffn_dim % 256 == 0  # as check_settings requires
     if type(run.rule) is AdamW and not run.lora_rank and in_blocks:
-        values_of_settings.append([{"optimizer_bits": 8}])
+        alternatives.append([("--optimizer_bits=8", replace(run, rule=AdamW8bit(**vars(run.rule))))])
     if run.activation_checkpointing != "none" and Step(config, run).chunks == 1:
-        values_of_settings.append([{"mlp_chunks": 16}])
+        alternatives.append([("--mlp_chunks=16", replace(run, mlp_chunks=16))])
     if run.copy_engines_gather:
-        values_of_settings.append([{"copy_engines": False}])
+        alternatives.append([("--copy_engines=false", replace(run, copy_engines=False))])
     if run.world_size > 1 and run.sharding != "zero3":
-        values_of_settings.append([{"sharding": "zero3"}])
+        copy_engines = run.copy_engines and run.world_size <= 8  # within a host
+        zero3 = replace(run, sharding="zero3", shard_ranks=run.world_size, copy_engines=copy_engines)
+        alternatives.append([("--sharding=zero3", zero3)])
     if run.batch_size % 2 == 0:
-        accumulation = 2 * run.micro_steps * run.world_size
-        values_of_settings.append([{"batch_size": run.batch_size // 2, "gradient_accumulation_steps": accumulation}])
-    return [values for values in values_of_settings if values]
-
-
-def changed(run: RunShape, settings: dict) -> RunShape:
-    settings = dict(settings)
-    if settings.pop("optimizer_bits", 32) == 8:
-        settings["rule"] = AdamW8bit(**vars(run.rule))
-    if "gradient_accumulation_steps" in settings:
-        settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size
-    if "sharding" in settings:
-        settings["shard_ranks"] = run.world_size
-        settings["copy_engines"] = run.copy_engines and run.world_size <= 8  # within a host
-    return replace(run, **settings)
+        half = replace(run, batch_size=run.batch_size // 2, micro_steps=2 * run.micro_steps)
+        accumulation = half.micro_steps * run.world_size
+        flags = f"--batch_size={half.batch_size} --gradient_accumulation_steps={accumulation}"
+        alternatives.append([(flags, half)])
+    return alternatives
 
 
 def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
@@ -167,11 +162,10 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
     now = peak_gib(config, run)
     helpful = []
     for values in choices(config, run):
-        gibs = [peak_gib(config, changed(run, settings)) for settings in values]
-        if min(gibs) < now:
-            enough = next(i for i, gib in enumerate(gibs) if now - gib >= 2 / 3 * (now - min(gibs)))
-            flags = " ".join(f"--{name}={str(value).lower()}" for name, value in values[enough].items())
-            helpful.append((flags, gibs[enough]))
+        peaks = [(flags, peak_gib(config, changed)) for flags, changed in values]
+        saved = max((now - gib for _, gib in peaks), default=0)
+        if saved > 0:
+            helpful.append(next((flags, gib) for flags, gib in peaks if now - gib >= 2 / 3 * saved))
     return sorted(helpful, key=lambda flags_and_gib: flags_and_gib[1])[:3]
 
 

@@ -1,5 +1,6 @@
 """The arithmetic of memory.py against recorded peaks, live tensors counted here, sums done by hand, and itself."""
 
+import itertools
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -329,9 +330,8 @@ def test_advice_is_accepted_by_train_py_and_lowers_the_peak_by_what_it_says(word
     ranks = int(named.pop("ranks", 1))
     path = "config/llama31_8b.py" if ranks > 1 else "config/llama32_1b.py"
     config, run = estimate.resolve(path, ranks, named)
-    for settings in (settings for values in memory_advice.choices(config, run) for settings in values):
-        flags = {name: str(value).lower() for name, value in settings.items()}
-        assert estimate.resolve(path, ranks, named | flags) == (config, memory_advice.changed(run, settings))
+    for flags, changed in itertools.chain(*memory_advice.choices(config, run)):
+        assert estimate.resolve(path, ranks, named, flags.split()) == (config, changed)
     found = dict(memory_advice.advice(config, run))
     assert ADVISED[words] in found and len(found) <= 3 and list(found.values()) == sorted(found.values())
     for flags, gib in found.items():
