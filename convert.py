@@ -23,7 +23,7 @@ import torch
 from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
-from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_object, require_file
+from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_json_object, require_file
 from runtime.hf import POSITIONS, STRETCHED, Rows, hf_files, hf_rows, read_config
 from runtime.save import commit, write_folder
 
@@ -33,7 +33,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
 
     Raises ValueError or OSError if `source` cannot be read or `folder` cannot be written.
     """
-    opened, meta_weights = read_meta(source) if is_meta(source) else (open_folder(source), None)
+    opened, meta_weights = open_meta_folder(source) if is_meta(source) else (open_folder(source), None)
     config, tokenizer = read_config(opened)
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
@@ -88,13 +88,13 @@ META_SETTINGS = {  # name in config.json -> name in params.json
 META_SPECIAL_TOKENS = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
 
 
-def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
+def open_meta_folder(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     """What config.json would contain, and the weights by Hugging Face's names, memory-mapped: read only when used.
 
     The width of the MLP and whether the head is tied are inferred from the weights.
     """
     weights = load_pth(path)
-    params = read_object(path / "params.json")
+    params = read_json_object(path / "params.json")
     config = {name: params.get(theirs) for name, theirs in META_SETTINGS.items()}
     if config["vocab_size"] != LLAMA3_VOCAB:
         raise ValueError(f"{path} has vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
@@ -115,7 +115,7 @@ def read_meta(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
 
 
 def rows_of_meta(weights: dict[str, torch.Tensor], config: LlamaConfig, dtype: torch.dtype, path: Path) -> list[Rows]:
-    """The rows of the model of this config, with read_meta()'s weights: each is read when it is written.
+    """The rows of the model of this config, with open_meta_folder()'s weights: each is read when it is written.
 
     ValueError if the weights are not those of this model.
     """

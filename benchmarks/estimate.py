@@ -182,7 +182,7 @@ card={s.card}: {total:.1f} GiB - {outside} for the CUDA context and the allocato
 
 def where_bytes_go(model: LlamaConfig, shape: RunShape) -> list[str]:
     """The parts of a run's peak, and what it keeps in the CPU's memory and on the drive."""
-    texts = [memory.table(model, shape)]
+    texts = [memory.parts_table(model, shape)]
     for where, parts_of in (("the CPU's memory", memory_advice.cpu_parts), ("offload_dir", memory_advice.disk_parts)):
         parts = parts_of(model, shape)
         if parts:

@@ -23,7 +23,7 @@ FORWARD = 1 / 3  # of the computation
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A step of one GPU as measured. compute: seconds of forward and backward. update: of the whole model."""
 
     name: str
@@ -36,13 +36,13 @@ class Step:
 
 
 # Records: gpus (441.2 ms on one GPU) and step (an update of 8.9 ms). 8B: from the 701.1 ms of its step on four GPUs.
-LLAMA_1B = Step("1B, 16 x 2,048", 1.236e9, 0.263e9, 17, 16 * 2048, 0.4323, 0.0089)
-LLAMA_8B = Step("8B, 2 x 4,096", 8.03e9, 0.525e9, 34, 2 * 4096, 0.6524, 0.0578)
+LLAMA_1B = MeasuredStep("1B, 16 x 2,048", 1.236e9, 0.263e9, 17, 16 * 2048, 0.4323, 0.0089)
+LLAMA_8B = MeasuredStep("8B, 2 x 4,096", 8.03e9, 0.525e9, 34, 2 * 4096, 0.6524, 0.0578)
 QUARTER = replace(LLAMA_1B, name="1B, 4 x 2,048", tokens=4 * 2048, compute=LLAMA_1B.compute / 4)
 SIXTEENTH = replace(LLAMA_1B, name="1B, 1 x 2,048", tokens=2048, compute=LLAMA_1B.compute / 16)
 
 
-def seconds(step: Step, n: int, hybrid: bool = False) -> float:
+def seconds(step: MeasuredStep, n: int, hybrid: bool = False) -> float:
     """Seconds of a step on n GPUs, each with step.tokens; n is at most 8 or a multiple of it."""
     if n == 1:
         return step.compute + step.update
@@ -67,7 +67,7 @@ def seconds(step: Step, n: int, hybrid: bool = False) -> float:
     return forward + backward + 2 * move(step.embedding) + step.update / sharded_over
 
 
-def table() -> str:
+def plan_table() -> str:
     lines = []
     for step in (LLAMA_8B, LLAMA_1B, QUARTER, SIXTEENTH):
         for n in (8, 64, 512):
@@ -80,4 +80,4 @@ def table() -> str:
 
 def main(argv: list[str]) -> None:
     read_settings(globals(), argv)  # there are none, but --help
-    print(table())
+    print(plan_table())

@@ -23,7 +23,7 @@ PACKAGES = ("transformers", "liger-kernel", "cut-cross-entropy", "bitsandbytes",
             "galore-torch", "unsloth", "flash-attn-4")  # fmt: skip
 
 
-def write(path: Path, record: dict) -> None:
+def write_record(path: Path, record: dict) -> None:
     """Write the record atomically: if that fails, the previous one stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
@@ -76,7 +76,7 @@ class Record:
                 rows[rows.index(old)] = row
             else:
                 rows.append(row)
-            write(self.path, self.data)
+            write_record(self.path, self.data)
         return row
 
 
@@ -100,5 +100,5 @@ def keep_summary(run_folder: str, name: str) -> None:
         sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
     losses = read_losses(Path(run_folder))
     val_curve = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
-    write(RECORDS / f"{name}.json", run | {"val_curve": val_curve})
+    write_record(RECORDS / f"{name}.json", run | {"val_curve": val_curve})
     print(f"record: {RECORDS / name}.json")

@@ -1,7 +1,7 @@
 """The input of prepare scripts: text or JSON, from files and pipes, compressed or not, perhaps with broken rows.
 
     with Bad("skip") as bad:  # the value of --errors; at the end, print what was left out
-        for where, row in read_rows(path, bad):
+        for where, row in json_rows(path, bad):
             text = field_of(row, "text", where, bad)  # None if the row is left out
 
 A file's name tells its format and compression: corpus.jsonl.zst. JSON has an object a line, or is one array of objects.
@@ -93,7 +93,7 @@ def is_json(path: Path) -> bool:
     return name.endswith(JSON_SUFFIXES)
 
 
-def read_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     """Yield (location, value) of each line of JSON, or of each element of an array."""
     with reading(path, bad), open_input(path) as file:
         if file.peek(1).removeprefix(BOM).lstrip().startswith(b"["):

@@ -34,7 +34,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-class Shard:
+class TokenFile:
     """The numbers in a file: shard[start:stop] reads them. ValueError if the file has been cut meanwhile.
 
     Raises FileNotFoundError if the file is missing, ValueError if it has another size than meta.json says.
@@ -72,7 +72,7 @@ class Tokens:
     """The files of one split of a dataset.
 
     meta     the content of meta.json
-    shards   the tokens, a Shard for each file
+    shards   the tokens, a TokenFile for each file
     masks    the masks, one per shard, if the dataset holds conversations; else empty
 
     Raises FileNotFoundError if the dataset or one of its files is missing, ValueError if one is damaged.
@@ -86,10 +86,10 @@ class Tokens:
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each shard stays open
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
-        self.shards = [Shard(path, n_tokens, dtype) for path, n_tokens in files.items()]
+        self.shards = [TokenFile(path, n_tokens, dtype) for path, n_tokens in files.items()]
         self.masks = []
         if "train_targets" in self.meta:
-            self.masks = [Shard(path.with_suffix(".mask"), n, np.dtype("u1")) for path, n in files.items()]
+            self.masks = [TokenFile(path.with_suffix(".mask"), n, np.dtype("u1")) for path, n in files.items()]
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)

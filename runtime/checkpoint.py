@@ -134,7 +134,7 @@ def newest_model(run: Path) -> Path:
 # Files and digests
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
@@ -187,7 +187,7 @@ def read_run(path: Path) -> dict | None:
     """Read a folder's run.json, on this rank; None if there is none. Damaged if it is not what was saved."""
     if not (path / "run.json").exists():
         return None
-    run = read_object(path / "run.json")
+    run = read_json_object(path / "run.json")
     if run.pop("digest", None) != digest_of_run(run):
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     if run.get("dataset"):
@@ -237,8 +237,8 @@ def _open_folder(path, optimizer):
         raise ValueError(f"{path} holds Meta's own files: python convert.py {path} NEW makes a folder that is read")
     run = read_run(path)
     adapted = run is not None and ADAPTED in run["digests"]
-    config = read_object(path / (ADAPTED if adapted else "config.json"))
-    adapter = read_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
+    config = read_json_object(path / (ADAPTED if adapted else "config.json"))
+    adapter = read_json_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
@@ -270,7 +270,7 @@ def _tensors_of(path, stem):
     if not index.exists():
         advice = f": only whole models in .safetensors are read. {how_to_fetch(path)}" if stem == "model" else ""
         raise Damaged(f"{path / whole} is missing{advice}")
-    file_of = read_object(index).get("weight_map")
+    file_of = read_json_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
         raise Damaged(f"{index} has no weight_map from tensor names to file names")
     in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}

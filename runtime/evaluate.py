@@ -19,7 +19,7 @@ import torch
 from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
-from data.rows import BadInput, is_json, open_input, read_rows, reading
+from data.rows import BadInput, is_json, json_rows, open_input, reading
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.distributed import progress
@@ -113,4 +113,4 @@ def evaluate_file(
         with reading(path, refuse), open_input(path) as file:
             text = file.read().decode("utf-8-sig")
         return evaluate_text(model, tokenizer, text, window, batch_size)
-    return evaluate_answers(model, tokenizer, list(read_rows(path, refuse)), batch_size)
+    return evaluate_answers(model, tokenizer, list(json_rows(path, refuse)), batch_size)

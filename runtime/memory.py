@@ -2,7 +2,7 @@
 
     run = RunShape(batch_size=8)               # train.py's settings of the same names, for one rank
     peak_gib(config, run)                      # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
-    print(table(config, run))                  # the parts at the peak, with the arithmetic
+    print(parts_table(config, run))            # the parts at the peak, with the arithmetic
 
 Where each byte goes, in bfloat16: n parameters, B of them in each block, R in the root (embedding, final norm, head), H
 in an untied head; L layers, N tokens, P ranks that share one copy of the model:
@@ -424,7 +424,7 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
     return sum(part.bytes for part in parts(config, run)[1]) / GIB
 
 
-def table(config: LlamaConfig, run: RunShape) -> str:
+def parts_table(config: LlamaConfig, run: RunShape) -> str:
     """The parts at the peak and their sum, as lines_of() writes them."""
     phase, at_peak = parts(config, run)
     return lines_of([*at_peak, Part("together", sum(part.bytes for part in at_peak), f"at the peak: {phase}")])

@@ -54,7 +54,7 @@ def test_the_estimate_is_memory_pys_and_its_command_fits_with_the_configs_sequen
         batch = max(n for n in range(1, batch + 1) if 256 % n == 0)
         assert shape.batch_size * shape.micro_steps == 256, "the sequences of a step of the config"
     assert (shape.batch_size, shape.offload) == (batch, offload)
-    assert memory.table(model, shape) in text
+    assert memory.parts_table(model, shape) in text
     assert ("in offload_dir, of each rank:" in text) == bool(shape.offload_dir)
     verdict, command = text.splitlines()[-2:]
     assert verdict.startswith("recommended" if largest else "does not fit")

@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.trainers import llama_config
 from docs.draw import draw_block, draw_step, tensors_of_a_block
-from runtime.memory import RunShape, table
+from runtime.memory import RunShape, parts_table
 from tests import test_style
 from tests.fork_server import Run, start_server
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, finished, flags, metrics
@@ -169,7 +169,7 @@ def test_the_pictures_can_be_drawn_and_the_page_has_their_numbers():
     tensors = {t.name: t for t in tensors_of_a_block(config)}
     kept = sum(t.mib for t in tensors_of_a_block(config) if t.is_kept)
     assert f"{tensors['gate, up'].mib:.0f} of {kept:.0f} MiB" in PAGE.read_text()
-    of_parts = re.findall(r"([\d.]+) GiB", table(config, RunShape(batch_size=8)))
+    of_parts = re.findall(r"([\d.]+) GiB", parts_table(config, RunShape(batch_size=8)))
     assert all(f"| {gib} |" in PAGE.read_text() for gib in of_parts[:-1]) and f"{float(of_parts[-1]):.1f}" == "28.5"
     for figure in (draw_block(config), draw_step(config)):
         (axes,) = figure.axes

@@ -350,7 +350,7 @@ def test_out_of_memory_message_names_what_is_large_and_what_lowers_it(monkeypatc
 
 @pytest.mark.usefixtures("published_model")
 def test_table_adds_up():
-    lines = memory.table(LLAMA_8B, sharded(4, micro_steps=2)).splitlines()
+    lines = memory.parts_table(LLAMA_8B, sharded(4, micro_steps=2)).splitlines()
     gibs = [float(line.split(" GiB")[0].split()[-1]) for line in lines]
     assert abs(sum(gibs[:-1]) - gibs[-1]) < 0.005 * len(gibs)
     assert any("10 bytes x 8,030,261,248 parameters / 4 ranks" in line for line in lines)

@@ -32,7 +32,7 @@ from data.chat.formats import Seen, read_row
 from data.chat.sandbox import BREAK
 from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
 from data.files import read_small
-from data.rows import Bad, read_rows
+from data.rows import Bad, json_rows
 from data.tokenizer import without_template
 from data.vocabulary import Tokenizer
 from data.write import split_texts, write_dataset
@@ -89,7 +89,7 @@ def prepare(
     eos = [end_of_turn(chat_tokenizer), *chat_tokenizer.eos]
     bad = Bad(errors)
     seen = Seen()
-    rows = (row for path in inputs for row in read_rows(path, bad))
+    rows = (row for path in inputs for row in json_rows(path, bad))
     texts = render_rows(rows, chat_tokenizer, bad, seen)
     with bad:
         meta = write_dataset(

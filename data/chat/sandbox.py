@@ -49,7 +49,7 @@ class Generation(Extension):
 def make_environment() -> ImmutableSandboxedEnvironment:
     extensions = [loopcontrols, Generation]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
@@ -59,7 +59,7 @@ def raise_exception(message):
     raise TemplateError(message)
 
 
-def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """transformers' tojson. Jinja's own escapes HTML."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if ensure_ascii:

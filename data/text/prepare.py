@@ -31,7 +31,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import command
 from data.encode import Document
-from data.rows import Bad, field_of, is_json, open_input, read_rows, reading
+from data.rows import Bad, field_of, is_json, json_rows, open_input, reading
 from data.tokenizer import train_tokenizer
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import split_texts, write_dataset
@@ -59,7 +59,7 @@ def read_documents(files: list[Path], format: str | None, field: str, chunk_char
         if format == "text" or (format is None and not is_json(path)):
             yield from read_text(path, chunk_chars, bad)
             continue
-        for where, row in read_rows(path, bad):
+        for where, row in json_rows(path, bad):
             if text := field_of(row, field, where, bad):
                 yield text
 
