@@ -19,7 +19,7 @@ from model import LlamaConfig
 from runtime import memory
 
 WARMUP_STEPS = 5
-STEPS = 3
+PROFILED_STEPS = 3
 Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its part
 
 # A kernel belongs to the first pattern that its name matches. Attention comes before the matmuls, because some of its
@@ -43,7 +43,7 @@ def part_of(kernel: str) -> str:
 
 def spans_of_a_run(argv: list[str]) -> list[Span]:
     """Run train.py; return everything the GPU did, each span named by its part."""
-    events = timing.gpu_events([lambda: run_train_py([*argv, f"--max_iters={WARMUP_STEPS + STEPS + 1}"])])
+    events = timing.gpu_events([lambda: run_train_py([*argv, f"--max_iters={WARMUP_STEPS + PROFILED_STEPS + 1}"])])
     return sorted((e.time_range.start / 1000, e.time_range.end / 1000, part_of(e.name)) for e in events)
 
 
@@ -117,7 +117,7 @@ def breakdown(argv: list[str], batch: int, block: int) -> dict:
     spans = name_head_matmuls(spans_of_a_run(argv))
     starts = step_starts(spans)
     first = starts[WARMUP_STEPS]
-    last = starts[WARMUP_STEPS + STEPS]
+    last = starts[WARMUP_STEPS + PROFILED_STEPS]
     busy = dict.fromkeys([*PARTS, "loss matmuls"], 0.0)
     for start, end, part in spans[first:last]:  # on one GPU nothing overlaps
         busy[part] += end - start
@@ -125,6 +125,6 @@ def breakdown(argv: list[str], batch: int, block: int) -> dict:
     torch.cuda.empty_cache()
     timing.use_side_stream()
     floors = floors_ms(config, batch, timing.copy_tb_s(), fastest_matmul_tflops())
-    rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
+    rows = [{"part": part, "ms": time / PROFILED_STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
     rows.sort(key=lambda row: -row["ms"])
-    return {"rows": [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]}
+    return {"rows": [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / PROFILED_STEPS, "floor_ms": 0.0}]}

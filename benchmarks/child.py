@@ -29,7 +29,7 @@ def run_train_py(argv: list[str]) -> None:
     runpy.run_path("train.py", run_name="__main__")
 
 
-def call(function: str, arguments: str) -> None:
+def call_function(function: str, arguments: str) -> None:
     module, _, name = function.partition(".")
     try:
         result = getattr(importlib.import_module(f"benchmarks.{module}"), name)(**json.loads(arguments))
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     if what == "train.py":
         run_train_py(argv)
     else:
-        call(what, *argv)
+        call_function(what, *argv)

@@ -42,8 +42,8 @@ rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to z
 out = "out/finetune_losses.json"  # the record
 
 HUGGING_FACE = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
-CONFIG = "config/sft.py"
-WARMUP = 20
+SFT_CONFIG = "config/sft.py"
+WARMUP_ITERS = 20
 EVALUATIONS = 4
 BATCH = 4  # packed sequences of a step
 BLOCK = 1024  # tokens of each
@@ -56,12 +56,12 @@ def packed_data(dataset: str, block: int) -> tuple[Packed, Packed]:
     return open_dataset(dataset, block, SEED, None, True)
 
 
-def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
+def train_finetune(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
     """losses.train_losses() of a finetune."""
     _, val = packed_data(dataset, block)
     return losses.train_losses(
-        steps, batch, block, CONFIG, [*NANOCRIA[trainer].flags.split(), *flags], init_from=folder, dataset=dataset,
-        learning_rate=rate, min_lr=0.0, warmup_iters=WARMUP, dtype="bfloat16",
+        steps, batch, block, SFT_CONFIG, [*NANOCRIA[trainer].flags.split(), *flags], init_from=folder, dataset=dataset,
+        learning_rate=rate, min_lr=0.0, warmup_iters=WARMUP_ITERS, dtype="bfloat16",
         eval_interval=max(steps // EVALUATIONS, 1), eval_iters=-(-val.n_blocks // batch),
     )  # fmt: skip
 
@@ -111,13 +111,13 @@ def build_peer(trainer: str, folder: str, device: torch.device) -> torch.nn.Modu
 
 def learning_rate(step: int, steps: int, rate: float) -> float:
     """train.py's schedule with config/sft.py."""
-    if step < WARMUP:
-        return rate * (step + 1) / (WARMUP + 1)
-    return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1)))
+    if step < WARMUP_ITERS:
+        return rate * (step + 1) / (WARMUP_ITERS + 1)
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP_ITERS) / max(steps - WARMUP_ITERS, 1)))
 
 
-def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
-    """train_losses() of a peer; on the CPU if there is no GPU."""
+def peer_finetune(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
+    """train_finetune() of a peer; on the CPU if there is no GPU."""
     device = torch.device(pick_device("auto"))
     torch.set_float32_matmul_precision("high")
     train, val = packed_data(dataset, block)
@@ -211,9 +211,9 @@ def main(argv: list[str]) -> None:
         for trainer in s.trainers:
             key = {"trainer": trainer, **data, "steps": s.steps, "rate": s.rate}
             if trainer in NANOCRIA:
-                record.measure("runs", key, train_losses, **key)
+                record.measure("runs", key, train_finetune, **key)
             else:
-                record.measure("runs", key, runner.call, "finetune.peer_losses", **key)
+                record.measure("runs", key, runner.call, "finetune.peer_finetune", **key)
     if "packing" in s.measure:
         for trainer in ("packed", "padded"):
             key = {"trainer": trainer, **data}

@@ -58,8 +58,8 @@ PEERS = {  # how another package does it: the technique, the trainer
     "hf_qlora": ("qlora", "hf-liger-qlora"),
 }
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
-BLOCK = 1024  # tokens of a sequence
-BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
+BLOCK_SIZE = 1024  # tokens of a sequence
+BATCHES_TO_TRY = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
 
 
 def settings_of(technique: str, s: SimpleNamespace) -> dict:
@@ -72,7 +72,7 @@ def settings_of(technique: str, s: SimpleNamespace) -> dict:
 
 def resolved(model: str, technique: str, s: SimpleNamespace) -> tuple[LlamaConfig, RunShape]:
     """The model, and the RunShape of a technique with one sequence."""
-    one_sequence = {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
+    one_sequence = {"batch_size": 1, "block_size": BLOCK_SIZE, "gradient_accumulation_steps": 1}
     return resolve(CONFIGS[model], 1, settings_of(technique, s) | one_sequence)
 
 
@@ -87,9 +87,9 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
     technique = PEERS[name][0] if name in PEERS else name
     config, shape = resolved(model, technique, s)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
-    start = max(bisect_right(BATCHES, largest) - 1, 0)
-    first_fits = fits(BATCHES[start])
-    for batch in BATCHES[start + 1 :] if first_fits else reversed(BATCHES[:start]):
+    start = max(bisect_right(BATCHES_TO_TRY, largest) - 1, 0)
+    first_fits = fits(BATCHES_TO_TRY[start])
+    for batch in BATCHES_TO_TRY[start + 1 :] if first_fits else reversed(BATCHES_TO_TRY[:start]):
         if fits(batch) != first_fits:
             return
 
@@ -105,7 +105,7 @@ def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record:
         config, shape = resolved(model, name, s)
         pinned_gib = cpu_gib(config, replace(shape, batch_size=batch))
     point = {
-        "config": CONFIGS[model], "trainer": trainer, "ranks": 1, "batch": batch, "block": BLOCK,
+        "config": CONFIGS[model], "trainer": trainer, "ranks": 1, "batch": batch, "block": BLOCK_SIZE,
         "checkpointing": settings.pop("activation_checkpointing"), "limit_gib": s.memory_limit_gib,
         "flags": shlex.join(f"--{name}={value}" for name, value in settings.items()),
     }  # fmt: skip
@@ -118,7 +118,7 @@ def measure_losses(model: str, technique: str, s: SimpleNamespace, record: Recor
     settings = settings_of(technique, s)
     if "lora_rank" not in settings:  # adapters of a random model learn nothing
         key = {"model": model, "technique": technique}
-        record.measure("losses", key, losses.train_losses, 300, 8, BLOCK, CONFIGS[model], **settings)
+        record.measure("losses", key, losses.train_losses, 300, 8, BLOCK_SIZE, CONFIGS[model], **settings)
 
 
 def main(argv: list[str]) -> None:

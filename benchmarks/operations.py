@@ -49,7 +49,7 @@ cut_cross_entropy = optional("cut_cross_entropy")
 bnb = optional("bitsandbytes.functional")
 fa4 = optional("flash_attn.cute")
 
-EPS = 1e-5
+NORM_EPS = 1e-5
 VOCAB = 128256  # Llama 3's
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -93,11 +93,11 @@ def widen(x):
 
 def eager_rms_norm(x, weight):
     wide = widen(x)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
 
 
 def torch_rms_norm(x, weight):
-    return F.rms_norm(x, weight.shape, weight, EPS)
+    return F.rms_norm(x, weight.shape, weight, NORM_EPS)
 
 
 def after_add(norm):
@@ -121,19 +121,19 @@ def norm(kernel, exact, n_inputs, forward, backward, **others):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        functions={"nanocria": partial(kernel, eps=EPS), **others},
-        reference=partial(exact, eps=EPS),
+        functions={"nanocria": partial(kernel, eps=NORM_EPS), **others},
+        reference=partial(exact, eps=NORM_EPS),
     )
 
 
 OPERATIONS["rms_norm"] = norm(
     kernels.rms_norm, reference.rms_norm, n_inputs=1, forward=2, backward=3, eager=eager_rms_norm, torch=torch_rms_norm,
-    liger=lambda x, weight: liger.liger_rms_norm(x, weight, EPS),
+    liger=lambda x, weight: liger.liger_rms_norm(x, weight, NORM_EPS),
 )  # fmt: skip
 OPERATIONS["add_rms_norm"] = norm(
     kernels.add_rms_norm, reference.add_rms_norm, n_inputs=2, forward=4, backward=4, eager=after_add(eager_rms_norm),
     torch=after_add(torch_rms_norm),
-    liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, EPS),
+    liger=lambda x, residual, weight: liger.liger_fused_add_rms_norm(x, residual, weight, NORM_EPS),
 )  # fmt: skip
 
 # --- RoPE of a packed projection: q and k rotated, v copied, all three independent of the packed tensor ---

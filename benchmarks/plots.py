@@ -15,14 +15,14 @@ from benchmarks.settings import ROOT, load_record
 from benchmarks.tables import is_measured, title
 from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY, label_ends
 
-FOLDER = ROOT / "benchmarks" / "plots"
+PLOT_FOLDER = ROOT / "benchmarks" / "plots"
 STYLES = {  # by the longest beginning of a trainer's name: color, dashes
     "nanocria": (RED, "-"), "nanocria-fp8": (RED, "--"), "nanocria-long": (ORANGE, "--"),
     "nanocria-unfused": (PINK, "-."), "nanocria-plain": (PINK, ":"), "recipe": (GREEN, "-"),
     "recipe-fp8": (GREEN, "--"), "torchtitan": ("black", "-"), "hf": (SKY, "-"), "hf-compiled": (SKY, "--"),
     "hf-liger": (BLUE, "-"),
 }  # fmt: skip
-MARKS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
+MARKERS = {"none": "o", "selective": "s", "full": "v"}  # activation checkpointing
 LINUX = {  # record -> label, color
     "linux_114m": ("AdamW", BLUE), "linux_114m_muon_w20": ("Muon", ORANGE), "linux_114m_soapmuon": ("SoapMuon", RED),
 }  # fmt: skip
@@ -116,14 +116,14 @@ def plot_steps(record: dict):
     for rows in by_trainer([row for row in points if row["trainer"] in STEP]):
         axes.plot([row["peak_gib"] for row in rows], thousands(rows), **style(rows[0]))
         for row in rows:
-            mark = MARKS[row["checkpointing"]]
+            mark = MARKERS[row["checkpointing"]]
             axes.plot(row["peak_gib"], row["tok_per_s"] / 1000, mark, color=style(row)["color"], markersize=8)
         fastest = max(rows, key=lambda row: row["tok_per_s"])
         look = style(fastest)
         ends.append((fastest["peak_gib"], fastest["tok_per_s"] / 1000, look["label"], look["color"]))
     axes.set(xlabel="peak memory, GiB", ylabel="thousand tokens per second", xlim=(0, None))
-    marks = [axes.plot([], [], mark, color="gray", markersize=8)[0] for mark in MARKS.values()]
-    axes.legend(marks, [f"checkpointing: {name}" for name in MARKS], loc="lower left")
+    marks = [axes.plot([], [], mark, color="gray", markersize=8)[0] for mark in MARKERS.values()]
+    axes.legend(marks, [f"checkpointing: {name}" for name in MARKERS], loc="lower left")
     label_ends(axes, ends, upwards=True)
     return figure
 
@@ -172,7 +172,7 @@ PLOTS = {  # name -> record, what draws it
 }  # fmt: skip
 
 
-def draw(plot: Callable, record: dict, path: Path) -> None:
+def draw_plot(plot: Callable, record: dict, path: Path) -> None:
     with plt.rc_context(STYLE_OF_ALL):
         figure = plot(record)
         figure.savefig(path)
@@ -181,4 +181,4 @@ def draw(plot: Callable, record: dict, path: Path) -> None:
 
 def draw_all() -> None:
     for name, (record, plot) in PLOTS.items():
-        draw(plot, load_record(record), FOLDER / f"{name}.png")
+        draw_plot(plot, load_record(record), PLOT_FOLDER / f"{name}.png")

@@ -19,7 +19,7 @@ from typing import Literal
 from benchmarks.settings import read_settings
 from benchmarks.tables import table
 from configurator import SettingError
-from runtime.loss_plot import FORMATS, Losses, draw_losses, read_losses, smoothed
+from runtime.loss_plot import SUFFIXES, Losses, draw_losses, read_losses, smoothed
 
 # settings
 out = "out/loss.png"  # the plot: .png, .svg or .pdf
@@ -94,8 +94,8 @@ def main(argv: list[str]) -> None:
     folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
-    if not s.out.endswith(FORMATS):
-        raise SettingError(f"--out={s.out}: its suffix is one of {', '.join(FORMATS)}")
+    if not s.out.endswith(SUFFIXES):
+        raise SettingError(f"--out={s.out}: its suffix is one of {', '.join(SUFFIXES)}")
     try:
         runs = [read_losses(path) for path in folders]
     except ValueError as error:

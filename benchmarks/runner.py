@@ -175,4 +175,4 @@ def finish(record: Record, plot="") -> None:
         with contextlib.suppress(ModuleNotFoundError):
             from benchmarks import plots
 
-            plots.draw(getattr(plots, plot), record.data, record.path.with_suffix(".png"))
+            plots.draw_plot(getattr(plots, plot), record.data, record.path.with_suffix(".png"))

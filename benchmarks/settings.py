@@ -8,13 +8,12 @@ Arguments after `--` go to train.py:
 import json
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 
 from configurator import SettingError, help_text, read_command_line, read_script
+from data.tokenizer import ROOT
 from model import LlamaConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 SET_BY_BENCHMARKS = {"max_iters", "out_dir", "batch_size", "block_size", "activation_checkpointing", "offload"}
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective

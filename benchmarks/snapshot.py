@@ -28,9 +28,8 @@ checkpointing: Literal["none", "selective", "full"] = "none"  # what backward re
 offload: Literal["none", "optimizer", "all"] = "none"  # of nanocria
 out = "out/snapshot.json"  # the record
 
-WARMUP = 2
 STEPS = 9  # together one more than train.py records
-POINTS = 400  # that the record keeps of a timeline
+MOST_POINTS = 400  # that the record keeps of a timeline
 
 
 def timeline(snapshot: dict) -> list[int]:
@@ -44,10 +43,10 @@ def timeline(snapshot: dict) -> list[int]:
 
 
 def last_steps(totals: list[int]) -> dict:
-    """The timeline of about the last two steps, in at most about POINTS points, in GiB, and its peak."""
+    """The timeline of about the last two steps, in at most about MOST_POINTS points, in GiB, and its peak."""
     totals = totals[-len(totals) // 5 :]
     peak = totals.index(max(totals))
-    indices = sorted({*range(0, len(totals), max(1, len(totals) // POINTS)), peak})
+    indices = sorted({*range(0, len(totals), max(1, len(totals) // MOST_POINTS)), peak})
     return {
         "peak_gib": totals[peak] / 2**30, "at": indices, "gib": [round(totals[i] / 2**30, 3) for i in indices],
     }  # fmt: skip
@@ -56,7 +55,7 @@ def last_steps(totals: list[int]) -> dict:
 def measure(trainer: str, flags: list[str], **point) -> dict:
     path = ROOT / "out" / f"snapshot_{trainer}.pickle"
     path.parent.mkdir(exist_ok=True)
-    row = runner.train_steps(trainer, **point, steps=STEPS, warmup=WARMUP, flags=flags, history=str(path))
+    row = runner.train_steps(trainer, **point, steps=STEPS, warmup=2, flags=flags, history=str(path))
     if "peak_gib" not in row:
         return row
     snapshot = pickle.loads(path.read_bytes())

@@ -40,7 +40,7 @@ def points(s: SimpleNamespace, record: Record) -> None:
         record.measure("points", key, runner.train_steps, **key, steps=s.steps or 20, config=runner.CONFIG)
 
 
-def breakdown(s: SimpleNamespace, record: Record) -> None:
+def measure_breakdown(s: SimpleNamespace, record: Record) -> None:
     """The parts of a step at the first shape and checkpointing."""
     batch, block = s.shapes[0]
     point = {"batch": batch, "block": block, "checkpointing": s.checkpointing[0]}
@@ -64,5 +64,5 @@ def main(argv: list[str]) -> None:
     lists = {"trainers": TRAINERS, "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING}
     s = settings.read_settings(globals(), argv, **lists)
     record = runner.start("step", s)
-    {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s, record)
+    {"points": points, "breakdown": measure_breakdown, "baby": baby}[s.measure](s, record)
     runner.finish(record)

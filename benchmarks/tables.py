@@ -23,7 +23,7 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
     "losses": "loss", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
-FORMATS = {  # of numbers and names, by a row's keys; other numbers have two decimals below 10, one below 1,000
+FORMAT_OF = {  # of numbers and names, by a row's keys; other numbers have two decimals below 10, one below 1,000
     "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
     "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
     "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}", "op": "`{}`", "technique": "`{}`", "command": "`{}`",
@@ -67,8 +67,8 @@ def cell(row: dict, key: str) -> str:
         return "out of memory" if row.get("oom") and key in ("tok_per_s", "losses") else "-"
     if key in TEXTS:
         return TEXTS[key](value)
-    if key in FORMATS:
-        return FORMATS[key].format(value)
+    if key in FORMAT_OF:
+        return FORMAT_OF[key].format(value)
     if isinstance(value, float):
         digits = 0 if value >= 1000 else 1
         return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2f}"
@@ -203,7 +203,7 @@ def of_record(record: dict) -> dict[str, str]:
 
 # --- In the page ---
 
-PAGE = ROOT / "benchmarks" / "README.md"
+README = ROOT / "benchmarks" / "README.md"
 MARKED = re.compile(r"<!-- table: (\S+) (\S+) -->\n.*?<!-- /table -->", re.DOTALL)
 
 
@@ -239,4 +239,4 @@ def render(text: str) -> str:
 
 
 def write_page() -> None:
-    PAGE.write_text(render(PAGE.read_text()))
+    README.write_text(render(README.read_text()))

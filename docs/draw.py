@@ -19,7 +19,7 @@ from model import Llama, LlamaConfig
 from runtime.loss_plot import BLUE, GREEN, ORANGE, PINK, RED, SKY
 from runtime.memory import GIB, Part, RunShape, Step, n_params, phases
 
-FOLDER = Path(__file__).parent
+HERE = Path(__file__).parent
 RUN = RunShape(batch_size=8)  # sequences of 2,048 tokens, in bfloat16
 STYLE = {"font.size": 11, "figure.dpi": 200, "axes.spines.top": False, "axes.spines.right": False}
 
@@ -118,7 +118,7 @@ def gib_by_layer(parts: list[Part]) -> list[float]:
     return list(gib.values())
 
 
-def timeline(c: LlamaConfig) -> list[tuple[str, float, list[Part]]]:
+def step_timeline(c: LlamaConfig) -> list[tuple[str, float, list[Part]]]:
     """(part of the step, FLOPs per token, what is in memory), in order: the loss computes its gradients, too.
 
     The update has no FLOPs to speak of: it is drawn as 10% of all.
@@ -141,7 +141,7 @@ def timeline(c: LlamaConfig) -> list[tuple[str, float, list[Part]]]:
 
 def draw_step(c: LlamaConfig):
     """GiB in memory over the FLOPs of a step, by what they hold."""
-    names, flops, parts = zip(*timeline(c), strict=True)
+    names, flops, parts = zip(*step_timeline(c), strict=True)
     total = sum(flops[:-1]) / 100
     edges = [0.0, *(edge / total for edge in itertools.accumulate(flops))]
     figure, axes = plt.subplots(figsize=(8.3, 4.4))
@@ -179,5 +179,5 @@ def draw_step(c: LlamaConfig):
 if __name__ == "__main__":
     config = llama_config("config/llama32_1b.py")
     with plt.rc_context(STYLE):
-        draw_block(config).savefig(FOLDER / "block.png")
-        draw_step(config).savefig(FOLDER / "step.png")
+        draw_block(config).savefig(HERE / "block.png")
+        draw_step(config).savefig(HERE / "step.png")

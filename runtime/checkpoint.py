@@ -55,7 +55,7 @@ from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, model_type, read_config
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
 CHUNK_BYTES = 2**22  # read and hashed at a time
-THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))
+HASH_THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -170,7 +170,7 @@ def digests_of(
         return f"{end} {sha256.hexdigest()}"
 
     def digest_mine():
-        with ThreadPoolExecutor(THREADS) as threads:  # hashing releases the GIL
+        with ThreadPoolExecutor(HASH_THREADS) as threads:  # hashing releases the GIL
             return list(zip(mine, threads.map(digest, mine), strict=True))
 
     digests = dict(chain(*from_all_ranks(on_all_ranks(digest_mine, group), group)))  # by piece

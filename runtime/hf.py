@@ -51,7 +51,7 @@ SETTINGS = {  # our name -> Hugging Face's
     "norm_eps": "rms_norm_eps",
     "block_size": POSITIONS,
 }
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # our name -> Hugging Face's
+HIDDEN_ACTS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # our name -> Hugging Face's
 # transformers' defaults for what a config.json may omit.
 DEFAULTS = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", POSITIONS: 2048, "rope_theta": 10000.0,
@@ -165,7 +165,7 @@ def read_config(folder) -> tuple[LlamaConfig, str | None]:
     settings["block_size"] = setting(path, theirs, CONTEXT, int, None) or settings["block_size"]
     settings |= _read_rope(path, theirs)
     supported = LLAMA | {
-        "model_type": ["llama", model_type()], "hidden_act": [ACTIVATIONS[model.ACTIVATION]],
+        "model_type": ["llama", model_type()], "hidden_act": [HIDDEN_ACTS[model.ACTIVATION]],
         "head_dim": [None, settings["n_embd"] / max(settings["n_head"], 1)],
     }  # fmt: skip
     for name, values in supported.items():
@@ -216,7 +216,7 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, source: dict, 
     context = max(config.block_size, source.get(CONTEXT) or published)
     content = {
         "architectures": ["LlamaForCausalLM" if model_type() == "llama" else "NanocriaForCausalLM"],
-        "model_type": model_type(), "hidden_act": ACTIVATIONS[model.ACTIVATION],
+        "model_type": model_type(), "hidden_act": HIDDEN_ACTS[model.ACTIVATION],
         **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
         POSITIONS: int(max(context, published, stretched)), CONTEXT: int(context), "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},

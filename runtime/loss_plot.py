@@ -30,7 +30,7 @@ UNITS = {  # what x may be -> sizes, in what read_losses counts, and names: the 
     "minutes": [(24, "days"), (1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds")],
     "flops": [(1e18, "10¹⁸ FLOPs"), (1e15, "10¹⁵ FLOPs"), (1e12, "10¹² FLOPs"), (1, "FLOPs")],
 }
-FORMATS = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Losses(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 
 from data.files import atomic_write, display_path, open_to_write, write_json
 from data.loader import Blocks
+from data.tokenizer import ROOT
 from model import Llama
 from runtime import memory_stats
 from runtime.device import peak_flops, send_to_cpu, start_profiler
@@ -32,8 +33,6 @@ from runtime.distributed import (
 )
 from runtime.loss_plot import draw_losses, read_losses, read_metrics
 from runtime.memory import RunShape, peak_gib
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def git_commit() -> str:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 
 def test_the_tables_of_the_page_equal_the_records():
-    text = tables.PAGE.read_text()
+    text = tables.README.read_text()
     assert tables.MARKED.search(text) and tables.render(text) == text, "python bench.py readme writes them"
     record = settings.load_record("finetune")
     now = record | {"command": "python bench.py sweep --preset=finetune"}  # as records say today
@@ -35,7 +35,7 @@ def test_the_tables_of_the_page_equal_the_records():
 @plots.plt.rc_context(plots.STYLE_OF_ALL)
 def test_a_plot_of_a_record_can_be_read_at_the_width_of_the_page(name):
     """Letters are 11 pixels or more if the page shows it 830 pixels wide, and neither labels nor looks coincide."""
-    assert {f"{plot}.png" for plot in plots.PLOTS} == {path.name for path in plots.FOLDER.iterdir()}
+    assert {f"{plot}.png" for plot in plots.PLOTS} == {path.name for path in plots.PLOT_FOLDER.iterdir()}
     record, plot = plots.PLOTS[name]
     figure = plot(settings.load_record(record))
     figure.draw_without_rendering()

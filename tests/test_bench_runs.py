@@ -215,10 +215,10 @@ def test_a_timeline_adds_up_allocations_and_frees():
     "name, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2), ("hf_lora", 3)]
 )
 def test_each_technique_ends_at_the_largest_batch_that_fits(card, name, largest):
-    card.tokens = largest * ladder.BLOCK
+    card.tokens = largest * ladder.BLOCK_SIZE
     rows = card(f"ladder --models=1b --measure=fits --techniques={name}")["points"]
     batches = [row["batch"] for row in rows if "tok_per_s" in row]
-    assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES] if b <= largest)
+    assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES_TO_TRY] if b <= largest)
     assert len(rows) <= 3 or largest != 40, "the search begins at the estimate"
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 

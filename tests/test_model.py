@@ -22,7 +22,7 @@ from benchmarks.trainers import llama_config
 from kernels.attention import activate_flash_attention_4
 from model import Execution, Llama, LlamaConfig, document_starts
 from plain_llama import PlainLlama
-from runtime.hf import ACTIVATIONS, hf_names
+from runtime.hf import HIDDEN_ACTS, hf_names
 from test_kernels import BF16, DEVICE, FP32, FP64, HAS_GPU, needs_gpu
 from tests.published import hf_llama
 from tests.watch import Watch
@@ -135,7 +135,7 @@ def test_model_is_plain_llama(n_kv_head, factor, tied, activation, arm, n_time, 
 def test_model_is_hugging_faces(n_kv_head, factor, tied, activation, monkeypatch):
     monkeypatch.setattr(model_module, "ACTIVATION", activation)
     model = of_variant(n_kv_head, factor, tied, **PLAIN)
-    hf = hf_llama(model.config, ACTIVATIONS[activation]).to(DEVICE, FP64)
+    hf = hf_llama(model.config, HIDDEN_ACTS[activation]).to(DEVICE, FP64)
     hf.load_state_dict(apart(model.config, dict(model.named_parameters()), hf_names), strict=not tied)
     tokens, targets = batch(n_time=SMALL.block_size)
     logits = model(tokens)

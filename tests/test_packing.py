@@ -196,8 +196,8 @@ def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # with one, TF32 would differ by more
     publish(tmp_path / "hf")
     at = dict(folder=str(tmp_path / "hf"), dataset=str(chats), batch=4, block=48, steps=8, rate=1e-3)
-    ours = finetune.train_losses(arm, **at, flags=["--device=cpu", *more])
-    theirs = finetune.peer_losses(peer, **at)
+    ours = finetune.train_finetune(arm, **at, flags=["--device=cpu", *more])
+    theirs = finetune.peer_finetune(peer, **at)
     assert len(ours["losses"]) == 8 and [step for step, _ in ours["val"]] == [0, 2, 4, 6, 8], ours
     assert_close(ours["losses"], theirs["losses"], 1e-5)
     assert_close(*([loss for _, loss in found["val"]] for found in (ours, theirs)), 1e-5)

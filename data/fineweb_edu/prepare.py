@@ -26,7 +26,7 @@ from data.rows import Bad, field_of, reading
 from data.tokens import token_dtype
 from data.write import Document, split_of, write_lock, write_meta, write_tokens
 
-ROWS = 1024  # in memory at a time
+ROWS_IN_MEMORY = 1024
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
@@ -57,7 +57,7 @@ def download(name: str) -> str:
 
 
 def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
-    """Yield (split, text) from a parquet file, ROWS in memory at a time."""
+    """Yield (split, text) from a parquet file, of which ROWS_IN_MEMORY are read at a time."""
     import pyarrow.parquet
 
     with reading(path, bad):
@@ -65,7 +65,7 @@ def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Ite
         names = parquet.schema_arrow.names
         if field not in names:
             raise ValueError(f"no column {field!r} but {', '.join(names):.200}: set --field")
-        batches = parquet.iter_batches(ROWS, columns=[field])
+        batches = parquet.iter_batches(ROWS_IN_MEMORY, columns=[field])
         values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
         for number, value in enumerate(values, start=1):
             if text := field_of({field: value}, field, f"{path} row {number}", bad):
