@@ -54,17 +54,16 @@ def encode_documents(
     context = multiprocessing.get_context("spawn")  # fork would copy locks held by threads of the libraries
     processes = []
     pipes = deque()
-    resource_tracker.ensure_running()  # before a worker does: its start unblocks the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # workers inherit it: Ctrl-C is for this process
+    resource_tracker.ensure_running()  # before a worker does: its start unblocks these signals
     try:
-        for _ in first:
-            pipe, workers_end = context.Pipe()
-            process = context.Process(target=work, args=(workers_end,), daemon=True)
-            process.start()
-            workers_end.close()
-            processes.append(process)
-            pipes.append(pipe)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with interrupts_held():  # a worker that has half started would print a traceback
+            for _ in first:
+                pipe, workers_end = context.Pipe()
+                process = context.Process(target=work, args=(workers_end,), daemon=True)
+                process.start()
+                workers_end.close()
+                processes.append(process)
+                pipes.append(pipe)
         for pipe, batch in zip(pipes, first, strict=True):
             with worker_alive():
                 pipe.send((tokenizer, encode))
@@ -85,6 +84,26 @@ def encode_documents(
 
 
 @contextmanager
+def interrupts_held():
+    """Hold Ctrl-C and SIGTERM back. Processes that start inside have them blocked: Ctrl-C is for this one alone.
+
+    Blocking is not enough: a library's thread takes what this thread blocks, and Python runs the handler here.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    taken = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    handlers = [signal.signal(number, lambda number, frame: taken.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for number in taken:
+        signal.raise_signal(number)
+
+
+@contextmanager
 def worker_alive():
     """Where a pipe is used: say so if its other end is gone."""
     try:
@@ -95,6 +114,7 @@ def worker_alive():
 
 def work(pipe: Connection) -> None:
     """The loop of a worker process: encode batches until the parent exits."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the parent's terminate()
     with suppress(EOFError, ConnectionError):
         tokenizer, encode = pipe.recv()
         while True:

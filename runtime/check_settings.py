@@ -111,4 +111,7 @@ def system_problem(s: SimpleNamespace, world_size: int) -> str | None:
         return "mask_documents works with attention auto or triton: PyTorch's does not support it"
     if s.sample_prompt is not None and (world_size > 1 or s.compile or s.fp8):
         return "sample_prompt works in one process without compile and fp8: sample.py reads each checkpoint, instead"
+    head_dim = s.n_embd / s.n_head
+    if s.mask_documents and head_dim not in (16, 32, 64, 128):  # kernels/flash_attention.py's
+        return f"mask_documents works with heads of size 16, 32, 64 or 128, not {head_dim:g}"
     return None

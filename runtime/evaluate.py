@@ -80,6 +80,8 @@ def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | N
     log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
     n_tokens = len(ids) - 1
     n_bytes = len(text.encode())
+    if not n_bytes:
+        raise ValueError("the text is empty")
     return {
         "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
         "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
@@ -113,4 +115,7 @@ def evaluate_file(
         with reading(path, refuse), open_input(path) as file:
             text = file.read().decode("utf-8-sig")
         return evaluate_text(model, tokenizer, text, window, batch_size)
-    return evaluate_answers(model, tokenizer, list(json_rows(path, refuse)), batch_size)
+    rows = list(json_rows(path, refuse))
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return evaluate_answers(model, tokenizer, rows, batch_size)

@@ -28,6 +28,7 @@ from runtime.distributed import (
     local_world_size,
     print0,
     rank,
+    stop,
     stop_on_error,
     world_size,
 )
@@ -161,13 +162,17 @@ class RunLog:
 
     def _start_wandb(self, first_step: int, settings: dict) -> None:
         """Start a wandb run, or continue that of the resumed run."""
-        import wandb
-
         options = {"project": os.environ.get("WANDB_PROJECT", "nanocria"), "config": settings}
         path = self.out_dir / "wandb_id"
         if first_step and path.exists():
             options |= {"id": path.read_text(), "resume": "allow"}
-        path.write_text(wandb.init(**options).id)
+        try:
+            import wandb
+
+            path.write_text(wandb.init(**options).id)
+        except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
+            fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
+            stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")
         self.wandb = wandb
 
     def _call_wandb(self, function: Callable, *arguments, **options) -> None:

@@ -5,6 +5,7 @@ ranks that wait for one that hangs, give up when a collective has waited for `ti
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from runtime.distributed import all_reduce_max, leave, print0, rank, say, stop, 
 from runtime.save import Saver
 
 LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|[Tt]imed out")  # gloo's words
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal to this process when its parent dies
 
 
 class Signals:
@@ -40,6 +42,9 @@ class Signals:
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             self._handle(number, self._on_signal)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            # If torchrun is killed, nobody is left to stop the ranks: they save and end, as after a signal.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _on_signal(self, number, frame):
         # A second Ctrl-C ends the run at once, but no other signal does: schedulers send several (SLURM SIGUSR1, then

@@ -145,9 +145,13 @@ def free_port():
 
 
 def run_torchrun(ranks, settings, script="train.py"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [script, *flags(settings)]
+    command = torchrun(ranks, settings, script)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
+
+
+def torchrun(ranks, settings, script="train.py"):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*command, str(script), *flags(settings)]
 
 
 def wrapped(folder, before, after="", script="train.py"):

@@ -91,6 +91,7 @@ def test_unevaluable_files_get_a_message(sample, tmp_path):
     publish_chat_model(tmp_path / "hf")
     settings = dict(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
     cases = {
+        "": "x.jsonl is empty",
         '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
         '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "' + "b" * 500 + '"}': (
             "tokens of conversation 2 the first to predict is 502 before the end, but the model's context has 128"

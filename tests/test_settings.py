@@ -24,6 +24,7 @@ CASES = [  # flags; what the sentence names, None if they are accepted; the rank
     ("--offload_activations=true --compile=true", "--compile=false"),
     ("--offload_dir=states", "--offload=optimizer"),
     ("--mask_documents=true --attention=sdpa", "mask_documents"),
+    ("--mask_documents=true", "heads of size"),
     ("--optimizer_bits=8", "256"),
     ("--lora_alpha=-1", "lora_alpha"),
     ("--quantize_base=nf4", "--lora_rank=16"),

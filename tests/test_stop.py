@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import termios
 import time
@@ -20,9 +21,11 @@ from runtime import checkpoint
 from runtime.distributed import on_all_ranks, say, stop_on_error
 from runtime.stop import Signals
 from tests.runs import (
+    LONGER,
     ROOT,
     SHORT,
     SMALL,
+    alive,
     assert_close,
     at_read,
     error_of,
@@ -32,6 +35,7 @@ from tests.runs import (
     run,
     start,
     step_losses,
+    torchrun,
     wait_until,
     wrapped,
 )
@@ -105,6 +109,20 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes_on_one(train_on_ranks
     assert 'train.py", line' not in done.stderr, done.stderr
     train_on_ranks(1)
     assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
+    script = wrapped(tmp_path, f"open(f'{tmp_path}/rank{{os.getpid()}}', 'w').close()")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(torchrun(2, settings, script), cwd=ROOT, stdout=log, stderr=log)
+    wait_until(lambda: "step 00015/" in (tmp_path / "log").read_text())
+    process.kill()
+    process.wait()
+    ranks = [int(path.name[4:]) for path in tmp_path.glob("rank*")]
+    wait_until(lambda: not any(map(alive, ranks)))
+    assert checkpoint.newest(tmp_path / "out") is not None, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("ranks, told", [("12", "another rank got SIGTERM"), ("012", " SIGTERM")])

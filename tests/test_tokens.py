@@ -344,13 +344,14 @@ def test_a_strangers_folder_called_pystdlib_runs_nothing_and_ours_is_prepared_on
     assert not (tmp_path / "has run").exists()
 
 
-def start_writer(tmp_path):
-    """A prepare.py with two workers, in a process group of its own."""
+def start_writer(tmp_path, workers=2):
+    """A prepare.py with so many workers, in a process group of its own."""
     (tmp_path / "long.txt").write_text("a line of text\n" * 5_000_000)
-    words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", "--workers=2"]
+    words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", f"--workers={workers}"]
     command = [sys.executable, ROOT / "data/text/prepare.py", *words]
     heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
-    more = {"text": True, "start_new_session": True, "preexec_fn": heed_ctrl_c}
+    users = os.environ | {"OMP_NUM_THREADS": "2"}  # a user's process has threads of NumPy's beside the main one
+    more = {"text": True, "start_new_session": True, "env": users, "preexec_fn": heed_ctrl_c}
     return subprocess.Popen(command, stderr=subprocess.PIPE, **more)
 
 
@@ -397,6 +398,14 @@ def test_ctrl_c_while_workers_start_is_one_sentence(tmp_path):
     writer = start_writer(tmp_path)
     wait_until(lambda: any("numpy" in Path(f"/proc/{child}/maps").read_text() for child in children_of(writer)))
     os.killpg(writer.pid, signal.SIGINT)
+    assert writer.communicate(timeout=120)[1] == "\ninterrupted: nothing half-written is left\n"
+
+
+def test_sigterm_while_workers_start_is_one_sentence(tmp_path):
+    writer = start_writer(tmp_path, workers=12)
+    while len(children_of(writer)) < 6:
+        pass  # no pause: a worker has half started when the signal comes
+    writer.terminate()
     assert writer.communicate(timeout=120)[1] == "\ninterrupted: nothing half-written is left\n"
 
 
