@@ -124,7 +124,7 @@ class Blocks:
         self.seed = seed
         self.parts = [self]  # of a Mix: the Blocks of each dataset
         self.shares = {str(tokens.folder): 1.0}  # of the run's sequences
-        self.epoch_order = functools.lru_cache(maxsize=2)(epoch_order)  # a step may read the end of one epoch, too
+        self.epoch_order = functools.lru_cache(maxsize=2)(epoch_order)  # two: a step may span two epochs
         self._cut_into_blocks()
 
     def _cut_into_blocks(self) -> None:

@@ -60,7 +60,7 @@ def reading(path: Path, bad: Callable[[str], None]):
     except (BadInput, FileNotFoundError, ImportError):
         raise
     except Exception as error:  # each library has its own
-        bad(f"{path} cannot be read: {error}")
+        bad(f"{path} cannot be read, or not to its end: {error}")
 
 
 def open_zstd(file: BinaryIO) -> BinaryIO:
@@ -71,7 +71,7 @@ def open_zstd(file: BinaryIO) -> BinaryIO:
     return zstd.open(file)
 
 
-# Each knows a file that is cut off, and reads one that holds several, one after another. (So does not `zstandard`.)
+# Each notices a file that is cut off, and reads several in one to the end. (The package zstandard does not.)
 DECOMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
 
 

@@ -30,6 +30,7 @@ OPENAI = ("gpt2", "cl100k_base", "o200k_base")
 NAMES = ["bytes", *OPENAI, "llama3"]
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
+BASE_CONFIG = "base_config.json"  # in a folder of adapters, in place of config.json
 DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
 ROWS = range(1, 2**31)  # of an embedding
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # what JSON of another form raises
@@ -65,8 +66,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     Raises what get_tokenizer raises.
     """
     folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
-    meta = read_object(folder, "meta.json")
-    config = read_object(folder, "config.json") or read_object(folder, "base_config.json")
+    meta = read_optional_json(folder, "meta.json")
+    config = read_optional_json(folder, "config.json") or read_optional_json(folder, BASE_CONFIG)
     if not meta:
         tokenizer = read_tokenizer(folder, read_files(folder, FILES), config.get("nanocria_tokenizer"), config)
         set_doc_start(tokenizer, config)
@@ -81,7 +82,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, config: dict) -> Tokenizer:
     """The tokenizer in these files of a folder, or the one of this name. config: the model's."""
     if "tokenizer.json" in files:
-        generation = object_in(files, "generation_config.json", folder)
+        generation = optional_json(files, "generation_config.json", folder)
         eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
         tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos if isinstance(eos, list) else [eos])
         if fits(config.get("vocab_size"), ROWS):  # many of Llama 2's have a [PAD] without a row, which no text needs
@@ -136,12 +137,12 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     return {name: read_small(folder / name) for name in names if (folder / name).exists()}
 
 
-def read_object(folder: Path, name: str) -> dict:
+def read_optional_json(folder: Path, name: str) -> dict:
     """The JSON object in this file of a folder, {} if it has none."""
-    return object_in(read_files(folder, [name]), name, folder)
+    return optional_json(read_files(folder, [name]), name, folder)
 
 
-def object_in(files: dict[str, bytes], name: str, folder: Path = Path()) -> dict:
+def optional_json(files: dict[str, bytes], name: str, folder: Path = Path()) -> dict:
     """The JSON object in one of these files of a folder, {} if it is not among them."""
     return parse_object(files.get(name, b"{}"), folder / name)
 
@@ -194,7 +195,7 @@ def tokenizer_of_json(path: Path, files: dict[str, bytes], name: str | None = No
 def published_name(folder: Path, written_as: str | None = None) -> str | None:
     """The name of the tokenizer in a folder's tokenizer.json; written_as if it cannot be read."""
     with contextlib.suppress(OSError, *MALFORMED):
-        return name_of_json(read_object(folder, "tokenizer.json"), written_as)
+        return name_of_json(read_optional_json(folder, "tokenizer.json"), written_as)
     return written_as
 
 
@@ -202,7 +203,7 @@ def read_options(folder: Path, files: dict[str, bytes]) -> dict:
     """special_tokens_map.json and tokenizer_config.json in one: what is null in the latter may stand in the former."""
     options = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        content = object_in(files, file, folder)
+        content = optional_json(files, file, folder)
         options |= {name: value for name, value in content.items() if value is not None}
     return options
 
@@ -233,7 +234,7 @@ def template_in(files: dict[str, bytes]) -> str:
     """The chat template in tokenizer files, or "". Of several, [{"name": ..., "template": ...}, ...], the default."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    content = object_in(files, "tokenizer_config.json").get("chat_template") or ""
+    content = optional_json(files, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(content, str):
         return content
     try:
@@ -246,7 +247,7 @@ def template_in(files: dict[str, bytes]) -> str:
 def without_template(files: dict[str, bytes]) -> dict[str, bytes]:
     """The files without any chat template: llama.cpp prefers one in tokenizer_config.json."""
     files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
-    config = object_in(files, "tokenizer_config.json")
+    config = optional_json(files, "tokenizer_config.json")
     if config.pop("chat_template", None) is not None:
         files["tokenizer_config.json"] = to_json(config)
     return files

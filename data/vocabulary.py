@@ -23,7 +23,7 @@ MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 class Tokenizer:
     """A vocabulary with its special tokens. It can be pickled, for worker processes.
 
-    name           one of tokenizer.NAMES, or a hash of the vocabulary: equal names mean equal ids
+    name           one of tokenizer.NAMES, or a hash of the vocabulary: equal names mean equal vocabularies
     n_vocab        the largest id + 1, or in a model's folder the number of its weights' rows if that is less
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None

@@ -22,7 +22,7 @@ from data.meta import SPLITS
 from data.tokenizer import Tokenizer
 from data.tokens import token_dtype
 
-FIRST_CHARS = 10**6  # of the documents among which both splits get one
+FIRST_CHARS = 10**6  # of the first documents: one validates and one trains, whatever val_fraction is
 XZ_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
 
@@ -40,24 +40,25 @@ def split_of(key: str, val_fraction: float) -> str:
     return "val" if hash_of(key) < val_fraction * 2**64 else "train"
 
 
-def split_texts(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
-    """Split by hash. Of the first texts the one with the smallest hash validates, and the one with the largest trains,
-    so that neither split is empty.
+def split_texts(texts: Iterable[tuple[str, str]], val_fraction: float) -> Iterator[Document]:
+    """Split (key, text) by the key's hash. Of the first keys the one with the smallest hash validates, and the one with
+    the largest trains, so that neither split is empty.
     """
     texts = iter(texts)
     first = []
     n_chars = 0
-    for text in texts:
-        first.append(text)
+    for key, text in texts:
+        first.append((key, text))
         n_chars += len(text)
         if n_chars >= FIRST_CHARS and len(first) > 1:
             break
     splits = {}
     if first:
-        splits[min(first, key=hash_of)] = "val"
-        splits[max(first, key=hash_of)] = "train"
-    for text in chain(first, texts):
-        yield splits.get(text) or split_of(text, val_fraction), text
+        keys = [key for key, _ in first]
+        splits[min(keys, key=hash_of)] = "val"
+        splits[max(keys, key=hash_of)] = "train"
+    for key, text in chain(first, texts):
+        yield splits.get(key) or split_of(key, val_fraction), text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

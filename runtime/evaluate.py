@@ -93,7 +93,7 @@ def evaluate_answers(
     model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
 ) -> dict[str, str]:
     seen = Seen()
-    rows = [encode_answers(tokenizer, text) for text in render_rows(items, tokenizer, refuse, seen)]
+    rows = [encode_answers(tokenizer, text) for _, text in render_rows(items, tokenizer, refuse, seen)]
     scores = list(log_likelihoods(model, rows, batch_size))
     n_tokens = sum(map(len, scores))
     n_answer_tokens = f"{n_tokens:,} tokens of answers, ends of turn included"

@@ -102,7 +102,7 @@ def reads(fast, tmp_path):
         fast.chat_template = template
         fast.save_pretrained(tmp_path / "tokenizer")
         tokenizer = get_tokenizer(tmp_path / "tokenizer")
-        [text] = chat.render_rows([("row", json.loads(json.dumps(row)))], tokenizer, refuse, Seen())
+        [(_, text)] = chat.render_rows([("row", json.loads(json.dumps(row)))], tokenizer, refuse, Seen())
         read.ids, read.is_target = encode_answers(tokenizer, text)
         read.learned = learned_of(tokenizer, read.ids, read.is_target)
         return tokenizer.decode(read.ids)
@@ -539,7 +539,7 @@ def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp
                 for key in path:
                     parent = parent[key]
                 parent[last] = odd
-                for text in chat.render_rows([("here", changed)], tokenizer, sentences.append, Seen()):
+                for _, text in chat.render_rows([("here", changed)], tokenizer, sentences.append, Seen()):
                     ids, is_target = encode_answers(tokenizer, text)
                     n_learned += any(is_target) and len(ids) == len(is_target)
     assert n_learned > 100 and len(sentences) > 100
@@ -599,6 +599,7 @@ def test_generation_ends_at_the_end_of_a_turn(template, end, written, tmp_path, 
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: .* flagged, as by weight 0"),
     (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which the chat template does not write"),
     (line("a", "b").replace('"b"', 'null, "tool_calls": [{}]'), "it has tool_calls, which the chat template does not"),
+    (line("a", "b").replace('"b"', 'null, "reasoning": "c"'), "message 2 has None as content, expected a text"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]
@@ -607,6 +608,27 @@ def test_a_row_that_cannot_be_learned_is_a_sentence_or_skipped_and_counted(writt
     folder = written(*good[:3], bad, *good[3:], errors="skip")
     assert Tokens(folder, "train").meta["train_documents"] == 8
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("left_out", ["system", "tool"])
+def test_a_message_that_the_template_leaves_out_is_refused_not_lost(reads, left_out):
+    template = CHATML.replace("for message in messages", f"for message in messages if message.role != '{left_out}'")
+    row = {"messages": [SYSTEM, ASKED, ANSWERED, FOUND, ANSWERED]}
+    assert "Be brief." in reads(CHATML, row)
+    with pytest.raises(ValueError, match=f"a message of the role {left_out}, which the chat template does not write"):
+        reads(template, row)
+
+
+def test_the_split_is_that_of_the_messages_whatever_else_a_template_writes(written, tmp_path):
+    """As the date in Llama 3.1's. A dataset that is made again with more rows keeps its validation rows."""
+    splits = []
+    for day in ("28 Nov", "29 Nov"):
+        (tmp_path / "dated.jinja").write_text(day + PLAIN)
+        folder = written(
+            *[line(f"{i}?", str(i)) for i in range(60)], template=tmp_path / "dated.jinja", val_fraction=0.2
+        )
+        splits.append(targets_of(folder, "val"))
+    assert splits[0] == splits[1] and len(splits[0]) > 1
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):

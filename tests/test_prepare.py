@@ -92,14 +92,14 @@ def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("val_fraction", [1e-9, 0.1, 1 - 1e-9])
 def test_copies_share_a_split_which_their_hash_decides_and_both_splits_get_some(val_fraction):
     texts = [f"document {i:03}" for i in range(400)]
-    documents = list(split_texts([*texts, *reversed(texts)], val_fraction))
+    documents = list(split_texts([(text, text) for text in [*texts, *reversed(texts)]], val_fraction))
     assert [text for _, text in documents] == [*texts, *reversed(texts)]
     sides = dict(reversed(item) for item in documents)
     assert all(sides[text] == side for side, text in documents)
     assert {"train", "val"} == set(sides.values())
     assert sum(side != split_of(text, val_fraction) for text, side in sides.items()) <= 1
     for few in (["a", "b"], ["a", "a", "b"], [letter * 11 * 10**5 for letter in "abcdef"]):
-        assert {side for side, _ in split_texts(few, val_fraction)} == {"train", "val"}
+        assert {side for side, _ in split_texts(zip(few, few, strict=True), val_fraction)} == {"train", "val"}
 
 
 @pytest.mark.parametrize("n_bytes", [3_000, 20_000, 600_000])

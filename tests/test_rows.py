@@ -140,7 +140,7 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
 
 
 NOT_TEXT = {
-    "latin1.txt": (b"caf\xe9", "cannot be read: .utf-8"),
+    "latin1.txt": (b"caf\xe9", "cannot be read, .*utf-8"),
     "utf16.txt": ("text".encode("utf-16-le"), "is binary or UTF-16"),
     "pointer.txt": (LFS_POINTER, "git lfs pull"),
     "a.zst": (b"text", "cannot be read"),
@@ -200,7 +200,7 @@ def test_a_compressed_file_cut_off_is_one_error_never_a_whole_file(read, capsys,
     whole = compress(LINES[:700]) + compress(LINES[700:])
     name = f"a.jsonl{suffix}"
     for n_bytes in (20, len(compress(LINES[:700])) + 7, len(whole) - 9, len(whole) - 1):
-        with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix} cannot be read: .*end"):
+        with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix} cannot be read, .*: .*end"):
             read({name: whole[:n_bytes]})
     assert set(read({name: whole[:-9], "good.jsonl": LINES}, errors="skip")) == set(TEXTS)
     assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out

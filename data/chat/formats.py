@@ -162,7 +162,7 @@ def checked(message: dict, i: int) -> dict:
         message["weight"] = 0
     if message.get("tool_calls") == []:  # some templates would read it as a call
         del message["tool_calls"]
-    if "content" not in message and any(message.get(name) for name in ("tool_calls", *REASONING)):
+    if "content" not in message and message.get("tool_calls"):
         return message
     return message | {"content": text_of(message.get("content"), i)}
 

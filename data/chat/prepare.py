@@ -20,6 +20,7 @@ rendered by --template, else by the tokenizer's chat template, else by Llama 3's
 it in the checkpoints. All copies of a conversation go to the same split.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -42,8 +43,8 @@ HERE = Path(__file__).resolve().parent
 
 def render_rows(
     rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Callable[[str], None], seen: Seen
-) -> Iterator[str]:
-    """The text of each conversation, with marks around its answers. seen: counts their formats."""
+) -> Iterator[tuple[str, str]]:
+    """Each conversation's messages as JSON, and its text with marks around the answers. seen: counts their formats."""
     for where, row in rows:
         try:
             conversation = read_row(row)
@@ -54,7 +55,7 @@ def render_rows(
             bad(f"{where} is malformed: {error!r:.200}")
         else:
             seen.add(conversation, names_read(template_of(tokenizer)), BREAK in text)
-            yield text
+            yield json.dumps(conversation.messages, sort_keys=True), text
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -94,7 +95,7 @@ def prepare(
     with bad:
         meta = write_dataset(
             folder,
-            split_texts(texts, val_fraction),
+            split_texts(texts, val_fraction),  # by the messages: a template may write today's date
             chat_tokenizer,
             {"eos": list(dict.fromkeys(eos))},
             workers=workers,

@@ -72,6 +72,10 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
     if "add_generation_prompt" not in names_read(template):
         _refuse_open_end(tokenizer, template)
     text = write(template, inputs)
+    for role in sorted({message["role"] for message in messages if message.get("content")} - {"user", "assistant"}):
+        changed = [m | {"content": m["content"] + "."} if m["role"] == role else m for m in inputs["messages"]]
+        if write(template, inputs | {"messages": changed}) == text:
+            raise ValueError(f"it has a message of the role {role}, which the chat template does not write")
     done = 0
     parts = []
     for i in learned:

@@ -133,7 +133,7 @@ def prepare(
     if 0 < n_bytes < 20 * chunk_chars:
         chunk_chars = max(n_bytes // 20, 256)
     texts = read_documents(files, format, field, chunk_chars, bad)
-    documents = split_texts(texts, val_fraction)
+    documents = split_texts(((text, text) for text in texts), val_fraction)
     if tokenizer.startswith("train:"):
         n_vocab = tokenizer.removeprefix("train:")
         if not n_vocab.isdecimal():
