@@ -7,8 +7,7 @@
 
 Adapters on an NF4 base are merged into the dequantized weights that they were trained on. To merge them into the
 published ones, use peft: a checkpoint of adapters is in its format. You do not need convert.py to use a run: a
-checkpoint is such a folder, and train.py and sample.py read Hugging Face's.
-Meta's files are read here alone.
+checkpoint is such a folder. Only this file reads Meta's format; train.py and sample.py read Hugging Face's.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import torch
 from data.tokenizer import LLAMA3_VOCAB
 from lora import merge_lora
 from model import Llama, LlamaConfig
-from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_json_object, require_file
+from runtime.checkpoint import Folder, is_meta, load_model, newest_model, open_folder, read_undamaged_json, require_file
 from runtime.hf import POSITIONS, STRETCHED, Rows, hf_files, hf_rows, read_config
 from runtime.save import commit, write_folder
 
@@ -35,8 +34,8 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     """
     opened, meta_weights = open_meta_folder(source) if is_meta(source) else (open_folder(source), None)
     config, tokenizer = read_config(opened)
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
+    unfinished = folder.with_name(folder.name + ".partial")
+    unfinished.mkdir(parents=True)  # fails before the weights are read, also if it is the user's
     try:
         if meta_weights is None:
             model = load_model(source, "cpu", getattr(torch, dtype))
@@ -47,10 +46,10 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         dataset = (opened.run or {}).get("dataset", {})
         others = hf_files(opened, config, tokenizer, dtype, dataset)
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
-        write_folder(partial, {"model.safetensors": rows}, others, run)
-        commit(partial, folder)
+        write_folder(unfinished, {"model.safetensors": rows}, others, run)
+        commit(unfinished, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def all_rows(model: Llama) -> list[Rows]:
@@ -94,7 +93,7 @@ def open_meta_folder(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     The width of the MLP and whether the head is tied are inferred from the weights.
     """
     weights = load_pth(path)
-    params = read_json_object(path / "params.json")
+    params = read_undamaged_json(path / "params.json")
     config = {name: params.get(theirs) for name, theirs in META_SETTINGS.items()}
     if config["vocab_size"] != LLAMA3_VOCAB:
         raise ValueError(f"{path} has vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
@@ -121,7 +120,7 @@ def rows_of_meta(weights: dict[str, torch.Tensor], config: LlamaConfig, dtype: t
     """
     with torch.device("meta"):
         rows = all_rows(Llama(config).to(dtype))
-    expected = {row.name: row.shape for row in rows}
+    expected = {row.name: row.whole_shape for row in rows}
     for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "none"
         if found != expected.get(name, "none"):

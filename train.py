@@ -128,7 +128,7 @@ sys.excepthook = make_excepthook(
 )
 distributed.require_same_on_all_ranks(settings | distributed.code_of_this_rank())
 lock_file = None if eval_only else claim(out_dir)  # open, so locked, until the run ends
-start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
+start = find_start(out_dir, init_from, eval_only)  # a checkpoint, a folder of published weights, or None
 from_weights = model_settings(start, named)  # n_layer and others that no config file or flag names
 globals().update(from_weights)
 settings |= from_weights
@@ -136,7 +136,7 @@ check_settings(settings | {"dtype": dtype, "cuda_graph": cuda_graph}, world_size
 micro_steps = gradient_accumulation_steps // world_size  # on this rank
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
-first_step, sequences_read = resume_point(start)
+first_step, sequences_read = resume_point(start, block_size)
 # Step s begins with sequence earlier_sequences + s * sequences_per_step: not 0 only if the batch size was changed.
 earlier_sequences = sequences_read - first_step * sequences_per_step
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
@@ -156,9 +156,9 @@ if epochs:
 distributed.require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 
 
-def make_batch(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The model's inputs of blocks (B, T + 1): tokens and targets, both (B, T); with mask_documents also doc_starts."""
-    tokens, targets, marks = train_data.unpack(send_to_device(blocks, device))
+def make_batch(sequences: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The model's inputs of sequences (B, T + 1): tokens, targets (B, T); with mask_documents also doc_starts."""
+    tokens, targets, marks = train_data.unpack(send_to_device(sequences, device))  # marks: tokens, or a chat's mask
     return (tokens, targets, document_starts(marks, train_data.doc_start)) if mask_documents else (tokens, targets)
 
 
@@ -249,17 +249,17 @@ log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_
 log.header(model, run_shape, train_data)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
-settings["init_from"] = began_with  # not what a resume's command says
+settings["init_from"] = began_with  # where the weights came from at first, also after resumes
 show_sample = new_sampler(sample_prompt, train_data, hf_files)
 saver = Saver(out_dir, lock_file, optimizer, config, hf_files, keep_last=keep_last, keep_best=keep_best,
               async_save=async_save, timeout=timeout, reserved=cpu_bytes_to_come(config, run_shape))  # fmt: skip
 if not eval_only:
     log.open(first_step, functools.partial(on_not_finite, optimizer, saver), settings if wandb_log else None)
-n_eval_blocks = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of each dataset
+n_eval_sequences = [min(eval_iters * batch_size, part.n_blocks) for part in val_data.parts]  # of each dataset
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's micro-batches of a step: a loss weight and blocks (B, T + 1). The weight is 1 for text; for chats,
+    """This rank's micro-batches of a step: a loss weight and sequences (B, T + 1). The weight is 1 for text; for chats,
     targets / mean targets per micro-batch, so that every answer token counts the same."""
     first = earlier_sequences + step * sequences_per_step
     loss_weights = train_data.loss_weights(first, gradient_accumulation_steps, batch_size)
@@ -269,17 +269,17 @@ def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @torch.no_grad()
 def evaluate() -> list[float] | None:
-    """Each dataset's mean loss over n_eval_blocks blocks, always the same ones. None if a signal interrupts it."""
-    totals = torch.zeros(len(n_eval_blocks), 2, dtype=torch.float64, device=device)  # float32 would depend on ranks
-    for part, n_blocks, total in zip(val_data.parts, n_eval_blocks, totals, strict=True):  # total: losses and targets
-        for first in distributed.progress(range(0, n_blocks, batch_size * world_size), "evaluating, batches"):
+    """Each dataset's mean loss over n_eval_sequences, always the same ones. None if a signal interrupts it."""
+    totals = torch.zeros(len(n_eval_sequences), 2, dtype=torch.float64, device=device)  # float32 would depend on ranks
+    for part, n_sequences, total in zip(val_data.parts, n_eval_sequences, totals, strict=True):  # losses, targets
+        for first in distributed.progress(range(0, n_sequences, batch_size * world_size), "evaluating, batches"):
             if signals.received_anywhere():
                 return None
             rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
             with bad_data_ends_this_rank():
-                tokens, targets, *doc_starts = make_batch(part.read_evenly(rows, n_blocks))
+                tokens, targets, *doc_starts = make_batch(part.read_evenly(rows, n_sequences))
             # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
-            surplus = torch.tensor([row >= n_blocks for row in rows], device=device)
+            surplus = torch.tensor([row >= n_sequences for row in rows], device=device)
             targets = targets.masked_fill(surplus[:, None], -100)
             n_targets = (targets != -100).sum()
             total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
@@ -297,7 +297,7 @@ val_loss = None
 if eval_only or (start is not None and step == 0):  # given weights: their loss, for comparison
     phase = "evaluating"
     with log.paused():
-        _, result = log.evaluation(step, evaluate(), val_data.shares, sum(n_eval_blocks))
+        _, result = log.evaluation(step, evaluate(), val_data.shares, sum(n_eval_sequences))
         print0(f"step {step:05d} | {result}")
         show_sample(model)
 last_step = step if eval_only else max_iters
@@ -309,7 +309,7 @@ while True:
             phase = "evaluating"
             losses = None if stopping else evaluate()
             stopping = losses is None
-            val_loss, result = log.evaluation(step, losses, val_data.shares, sum(n_eval_blocks))
+            val_loss, result = log.evaluation(step, losses, val_data.shares, sum(n_eval_sequences))
             phase = "saving"
             run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             saved = saver.save(step, run, wait=stopping or step == last_step)
@@ -324,10 +324,10 @@ while True:
     loss = torch.zeros((), device=device)  # this rank's share
     with log.reading(), bad_data_ends_this_rank():
         micro_batches = next(batches)
-    for i, (loss_weight, blocks) in enumerate(micro_batches):
+    for i, (loss_weight, sequences) in enumerate(micro_batches):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
-        loss += forward_backward(send_to_device(loss_weight, device), *make_batch(blocks))
+        loss += forward_backward(send_to_device(loss_weight, device), *make_batch(sequences))
     saver.wait_for_copy()  # of the weights, by a save in the background
     grad_norm = update()
     step += 1
@@ -337,10 +337,11 @@ while True:
 # ----------------------------------------------------------------------------------------------------------------------
 # The end
 phase = "ending"
-if stopping and keep_last and step > first_step:
-    print0("run the same command again to resume")
+if stopping and keep_last and step > first_step and not saver.error:
+    with_flag = " with --init_from=resume" if init_from == "scratch" else ""  # scratch would be refused
+    print0(f"run the same command again{with_flag} to resume")
 if step == last_step and val_loss is not None:
-    log.summary(val_loss, val_data, sum(n_eval_blocks) * block_size, settings=settings,
+    log.summary(val_loss, val_data, sum(n_eval_sequences) * block_size, settings=settings,
                 save_seconds=saver.seconds, resume_seconds=resume_seconds)  # fmt: skip
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks), best=saver.best)

@@ -53,16 +53,16 @@ class GaLore(MatrixRule):
             moments = dict(shard.states)
             bases = moments.pop("basis")
             grad = shard.grad.float()
-            n_rows = local_rows(shard, ranks.shard)  # of each matrix packed in the weight
+            part_rows = local_rows(shard, ranks.shard)  # of each matrix packed in the weight, on this rank
             if step % self.interval == 0:
                 seed = None if step else zlib.crc32(shard.name.encode())
-                for g, q in zip(grad.split(n_rows), bases, strict=True):
+                for g, q in zip(grad.split(part_rows), bases, strict=True):
                     renew(q, g, scalars[0].isfinite(), seed, ranks)
             if grad.numel():
-                projected = matmul_parts(grad, bases, n_rows)
+                projected = matmul_parts(grad, bases, part_rows)
                 n = torch.zeros_like(projected)
                 self.adamw.step_on_device(n, projected, n, moments, adam_scalars)
-                direction = matmul_parts(n, bases.mT, n_rows)
+                direction = matmul_parts(n, bases.mT, part_rows)
                 scale = (shard.shape[1] / self.rank) ** 0.5
                 sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
 

@@ -65,7 +65,7 @@ class OnCPU(Optimizer):
         self.updating: dict[str, Future] = {}  # by group
         self.sums_are_stale = True  # the sums are those of an earlier step
         self.pinned_grads = {}  # memory for gradients from the GPU
-        self.norms = {}  # of those that have arrived
+        self.norms = {}  # of the gradients on their way to the CPU or there, since the last accumulate() or update
         self.copying = []  # the gradients being copied, all of one group
         self.copying_group = None
         on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # then all are on the GPU

@@ -1,4 +1,4 @@
-"""The interface of an update rule: all that places, checkpoints and memory.py use of it.
+"""The interface of an update rule: all that on_device.py, on_cpu.py, checkpoints and memory.py use of it.
 
 A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py's), its name in train.py's setting
 `optimizer` and a case in __init__.py. With step_on_cpu and supports_offload = True it also works with --offload.
@@ -20,7 +20,7 @@ class Ranks(NamedTuple):
     replicas: dist.ProcessGroup | None = None  # None except in hybrid sharding
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over the rows' ranks, in place. Copies may add in different orders, so all take the first's sum."""
+        """x summed over the rows' ranks, in place. Replicas may add in different orders: all take the first's sum."""
         if self.shard is not None:
             dist.all_reduce(x, group=self.shard)
         if self.replicas is not None:

@@ -57,12 +57,12 @@ class SoapMuon(NorMuon):
             return super().direction(g, shard, finite, ranks)
         basis = shard.states["basis"]
         v = shard.states["avg_sq"]
-        n_rows = local_rows(shard, ranks.shard)
-        square = matmul_parts(g, basis, n_rows).square_()
+        part_rows = local_rows(shard, ranks.shard)
+        square = matmul_parts(g, basis, part_rows).square_()
         v.lerp_(torch.where(finite, square, v), 1 - self.adamw.betas[1])
         u = super().direction(g, shard, finite, ranks)
         length = v.sqrt() + EPS * v.mean(dim=1, keepdim=True).sqrt()
-        return matmul_parts(matmul_parts(u, basis, n_rows) / length.clamp(min=1e-30), basis.mT, n_rows)
+        return matmul_parts(matmul_parts(u, basis, part_rows) / length.clamp(min=1e-30), basis.mT, part_rows)
 
 
 def next_basis(r: torch.Tensor, q: torch.Tensor, first: bool) -> torch.Tensor:

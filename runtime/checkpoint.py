@@ -50,7 +50,7 @@ from runtime.distributed import (
     on_all_ranks,
     progress,
 )
-from runtime.hf import ADAPTED, Rows, hf_names, hf_rows, model_type, read_config
+from runtime.hf import BASE_CONFIG, Rows, hf_names, hf_rows, model_type, read_config
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of published weights
 PIECE_BYTES = 2**30  # of a file, with a digest of its own: ranks and threads share the work, 0.6 s a GB
@@ -89,7 +89,7 @@ class Folder(NamedTuple):
 def is_model(folder: Path) -> bool:
     """True if a folder is a checkpoint or holds published weights, even if a file is missing."""
     weights = ("model.safetensors", "model.safetensors.index.json")
-    return any((folder / name).exists() for name in ("config.json", "params.json", "run.json", ADAPTED, *weights))
+    return any((folder / name).exists() for name in ("config.json", "params.json", "run.json", BASE_CONFIG, *weights))
 
 
 def is_meta(folder: Path) -> bool:
@@ -134,7 +134,7 @@ def newest_model(run: Path) -> Path:
 # Files and digests
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_undamaged_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file, on this rank. Damaged if it is missing, huge or anything else."""
     require_file(path)
     try:
@@ -187,7 +187,7 @@ def read_run(path: Path) -> dict | None:
     """Read a folder's run.json, on this rank; None if there is none. Damaged if it is not what was saved."""
     if not (path / "run.json").exists():
         return None
-    run = read_json_object(path / "run.json")
+    run = read_undamaged_json(path / "run.json")
     if run.pop("digest", None) != digest_of_run(run):
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     if run.get("dataset"):
@@ -211,7 +211,7 @@ def verify(folder: Folder) -> None:
     ends = {file: [int(entry.split()[0]) for entry in saved.get(file, [])] for file in sorted(files)}
     for file, digests in digests_of(folder.path, ends).items():
         if digests != saved.get(file):
-            raise Damaged(f"{folder.path / file} is damaged: it is not what was saved")
+            raise Damaged(f"{folder.path / file} is not what was saved")
 
 
 def require_file(path: Path) -> None:
@@ -236,9 +236,11 @@ def _open_folder(path, optimizer):
     if is_meta(path):
         raise ValueError(f"{path} holds Meta's own files: python convert.py {path} NEW makes a folder that is read")
     run = read_run(path)
-    adapted = run is not None and ADAPTED in run["digests"]
-    config = read_json_object(path / (ADAPTED if adapted else "config.json"))
-    adapter = read_json_object(path / "adapter_config.json") if adapted else None  # the user may edit the base's path
+    adapted = run is not None and BASE_CONFIG in run["digests"]
+    config = read_undamaged_json(path / (BASE_CONFIG if adapted else "config.json"))
+    adapter = (
+        read_undamaged_json(path / "adapter_config.json") if adapted else None
+    )  # the user may edit the base's path
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
@@ -270,7 +272,7 @@ def _tensors_of(path, stem):
     if not index.exists():
         advice = f": only whole models in .safetensors are read. {how_to_fetch(path)}" if stem == "model" else ""
         raise Damaged(f"{path / whole} is missing{advice}")
-    file_of = read_json_object(index).get("weight_map")
+    file_of = read_undamaged_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
         raise Damaged(f"{index} has no weight_map from tensor names to file names")
     in_file = {file: _tensors_in(path, file) for file in sorted(set(file_of.values()))}
@@ -334,7 +336,7 @@ def read_rows(folder: Folder, rows: Rows) -> None:
     The file is mapped for this tensor alone: pages that were read count as the process's memory until it is unmapped.
     Raises ValueError if the folder lacks the tensor, or has it in another shape or kind of numbers.
     """
-    info = find_tensor(folder, rows.name, rows.shape)
+    info = find_tensor(folder, rows.name, rows.whole_shape)
     x = rows.tensor
     if len(x) == 0:
         return

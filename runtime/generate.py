@@ -21,7 +21,7 @@ from data.vocabulary import TextStream, Tokenizer
 from model import KVCache, Llama, rope_tables
 from runtime.device import CUDAGraph, send_to_cpu
 from runtime.distributed import print0, stop_on_error
-from runtime.hf import ADAPTED
+from runtime.hf import BASE_CONFIG
 
 
 def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
@@ -194,7 +194,7 @@ def new_sampler(prompt: str | None, data: Blocks, hf_files: dict[str, bytes]) ->
     if prompt is None:
         return lambda model: None
     tokenizer = tokenizer_of(data.tokens.folder)
-    set_doc_start(tokenizer, json.loads(hf_files.get("config.json") or hf_files[ADAPTED]))
+    set_doc_start(tokenizer, json.loads(hf_files.get("config.json") or hf_files[BASE_CONFIG]))
     if data.tokens.masks:  # conversations
         ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
         prompt += "\n"  # the answer begins on a line of its own

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import model
 from configurator import check
-from data.tokenizer import DOC_START, LLAMA3_VOCAB, files_to_save, object_in, to_json
+from data.tokenizer import BASE_CONFIG, DOC_START, LLAMA3_VOCAB, files_to_save, optional_json, to_json
 from model import ROPE_SCALING_KEYS, LlamaConfig
 from runtime.distributed import from_rank_0, group_rank
 
@@ -36,7 +36,6 @@ WEIGHTS = {  # our name, without the layer -> Hugging Face's names of the matric
 OWN = set()
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
-ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
 POSITIONS = "max_position_embeddings"
 STRETCHED = "original_max_position_embeddings"
@@ -69,7 +68,7 @@ class Rows(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole tensor
+    whole_shape: tuple[int, ...]  # of the tensor
     first: int
     tensor: torch.Tensor | Callable[[], torch.Tensor]  # to write: may be a function that computes the rows
     writes: bool = True  # False: another rank has the same rows and writes them
@@ -156,7 +155,7 @@ def read_config(folder) -> tuple[LlamaConfig, str | None]:
     block_size is the model's context: as long as it was trained. Raises ValueError for a model that model.py does not
     support.
     """
-    path = folder.path / (ADAPTED if folder.adapter else "config.json")
+    path = folder.path / (BASE_CONFIG if folder.adapter else "config.json")
     theirs = DEFAULTS | folder.config
     if theirs.get("num_key_value_heads") is None:
         theirs["num_key_value_heads"] = theirs.get("num_attention_heads")
@@ -244,7 +243,7 @@ def hf_files(
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     files = from_rank_0(lambda: files_to_save(folder and folder.path, data, dataset, tokenizer))
     if "generation_config.json" in files and dataset.get("eos"):  # transformers prefers its eos
-        generation = object_in(files, "generation_config.json")
+        generation = optional_json(files, "generation_config.json")
         generation["eos_token_id"] = config_json["eos_token_id"]
         files["generation_config.json"] = to_json(generation)
     return files | {"config.json": to_json(config_json)}
@@ -260,4 +259,4 @@ def adapter_files(files: dict[str, bytes], base: Path, rank: int, alpha: float) 
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     }  # fmt: skip
     others = {name: content for name, content in files.items() if name != "config.json"}
-    return others | {ADAPTED: files["config.json"], "adapter_config.json": to_json(adapter_config)}
+    return others | {BASE_CONFIG: files["config.json"], "adapter_config.json": to_json(adapter_config)}

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from data.files import atomic_write
+from runtime.checkpoint import newest
 
 # Okabe and Ito's colors: color-blind readers, too, can tell all pairs apart.
 BLUE = "#0072B2"
@@ -79,8 +80,8 @@ def read_losses(folder: Path) -> Losses:
     summary = json.loads(end.read_text()) if end.is_file() else {}
     is_of_this_end = "curve" in summary and summary["curve"][-1][0] == train[-1][0]
     bits_per_byte = summary.get("bits_per_byte") if is_of_this_end else None
-    checkpoints = sorted(folder.glob("step_*/run.json"))
-    run_info = json.loads(checkpoints[-1].read_text()) if checkpoints else summary
+    checkpoint = newest(folder)
+    run_info = json.loads((checkpoint / "run.json").read_text()) if checkpoint else summary
     return Losses(train, val, bits_per_byte, run_info.get("settings", {}), summary.get("flops_per_token"))
 
 

@@ -1,7 +1,7 @@
 """Where a run starts: from its newest checkpoint, from published weights, or from random weights (scratch).
 
     lock_file = claim(out_dir)                                    # one run at a time, one folder for all ranks
-    start = find_start(out_dir, init_from)                        # a checkpoint, a folder of weights, or None: open
+    start = find_start(out_dir, init_from, eval_only)             # a checkpoint, a folder of weights, or None: open
     check_start(start, config, settings, dataset)                 # before the model is built
     began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
 
@@ -72,7 +72,7 @@ def claim(out_dir: str) -> TextIO | None:
 
 
 @stop_on_error()
-def find_start(out_dir: str, init_from: str) -> Folder | None:
+def find_start(out_dir: str, init_from: str, eval_only: bool) -> Folder | None:
     """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch.
 
     A checkpoint that is not what was saved is renamed, but the last one ends the run.
@@ -82,7 +82,7 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
     if not saved:
         return _find_weights(out_dir, init_from)
     is_restart = all_reduce_max([restart_count])[0] > 0  # by torchrun: the same run. Machines count their own
-    if init_from == "scratch" and not is_restart:  # check_start() compares a folder with what that run began with
+    if init_from == "scratch" and not is_restart:  # check_start() compares a folder of weights, later
         stop(f"{saved[-1]} is left from an earlier run: --init_from=resume continues it, or name another --out_dir")
     for path in reversed(saved):
         try:
@@ -92,6 +92,8 @@ def find_start(out_dir: str, init_from: str) -> Folder | None:
             verify(folder)
             return folder._replace(resume_seconds=time.perf_counter() - start_time)
         except Damaged as error:
+            if eval_only:  # the folder is not locked: a run may own it, and delete a checkpoint that is being read
+                stop(f"{path} is damaged, or was deleted meanwhile: {error}")
             if path == saved[0]:  # it keeps its name, so that no new run starts in its folder
                 weights = f"if its weights are whole, a new run can begin with them, --init_from={path}"
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew; {weights}")
@@ -117,9 +119,12 @@ def _resumes(start):
     return start is not None and start.resume_seconds is not None
 
 
-def resume_point(start: Folder | None) -> tuple[int, int]:
-    """The step and the sequence that a run begins with: 0 and 0, unless it resumes."""
-    return (start.run["step"], start.run["sequences"]) if _resumes(start) else (0, 0)
+def resume_point(start: Folder | None, block_size: int) -> tuple[int, int]:
+    """The step and the sequence of block_size tokens that a run begins with: 0 and 0, unless it resumes."""
+    if not _resumes(start):
+        return 0, 0
+    n_tokens = start.run["sequences"] * start.run["settings"]["block_size"]  # that it has read
+    return start.run["step"], n_tokens // block_size
 
 
 @stop_on_error()

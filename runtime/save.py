@@ -222,19 +222,19 @@ def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
 
 def write_folder(
     folder: Path,
-    tensors: dict[str, list[Rows]],
+    rows_by_file: dict[str, list[Rows]],
     hf_files: dict[str, bytes],
     run: dict,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a folder and flush it to disk. Every rank must call it, with its own rows. The caller then renames it.
 
-    tensors: by the name of their file, the model's first. hf_files: other files by name. run: the content of run.json.
+    rows_by_file: the model's first. hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
-    headers = {name: _header(rows) for name, rows in tensors.items()}
-    model = next(iter(tensors))
-    small = hf_files | {f"{model}.index.json": _index(model, tensors[model])}
+    headers = {name: _header(rows) for name, rows in rows_by_file.items()}
+    model = next(iter(rows_by_file))
+    small = hf_files | {f"{model}.index.json": _index(model, rows_by_file[model])}
 
     def create():
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def write_folder(
 
     ends = from_rank_0(create, group)
     for name, (_, begins, _) in headers.items():
-        on_all_ranks(partial(_write_rows, folder / name, tensors[name], begins), group)
+        on_all_ranks(partial(_write_rows, folder / name, rows_by_file[name], begins), group)
     digests = digests_of(folder, ends, group)
 
     def finish():
@@ -258,33 +258,33 @@ def write_folder(
     from_rank_0(finish, group)
 
 
-def _n_bytes(rows):
-    return math.prod(rows.shape) * rows.dtype.itemsize
+def _whole_bytes(rows):
+    return math.prod(rows.whole_shape) * rows.dtype.itemsize
 
 
-def _index(file, tensors):
+def _index(file, all_rows):
     """Hugging Face's index, also of a single file: without it vLLM would read optimizer.safetensors as weights."""
-    total = sum(map(_n_bytes, tensors))
-    weight_map = {rows.name: file for rows in tensors}
+    total = sum(map(_whole_bytes, all_rows))
+    weight_map = {rows.name: file for rows in all_rows}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
-def _header(tensors):
+def _header(all_rows):
     """The first bytes of a file with these tensors, and at which byte each begins, and the file's size.
 
     The widest dtype comes first, so that each tensor is aligned.
     """
     header = {"__metadata__": {"format": "pt"}}  # transformers requires the format
     offset = 0
-    for rows in sorted(tensors, key=lambda rows: -rows.dtype.itemsize):
-        end = offset + _n_bytes(rows)
+    for rows in sorted(all_rows, key=lambda rows: -rows.dtype.itemsize):
+        end = offset + _whole_bytes(rows)
         dtype = DTYPE_NAMES[rows.dtype]
-        header[rows.name] = {"dtype": dtype, "shape": list(rows.shape), "data_offsets": [offset, end]}
+        header[rows.name] = {"dtype": dtype, "shape": list(rows.whole_shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    begins = {rows.name: start + header[rows.name]["data_offsets"][0] for rows in tensors}
+    begins = {rows.name: start + header[rows.name]["data_offsets"][0] for rows in all_rows}
     return len(text).to_bytes(8, "little") + text, begins, start + offset
 
 
@@ -297,13 +297,13 @@ def _write_file(path, content, n_bytes=0):
         os.fsync(file.fileno())
 
 
-def _write_rows(path, tensors, begins):
+def _write_rows(path, all_rows, begins):
     """Write this rank's rows of one file. begins: at which byte each tensor begins."""
     with open(path, "r+b") as file:
-        for rows in tensors:
+        for rows in all_rows:
             if rows.writes:
                 x = rows.tensor() if callable(rows.tensor) else rows.tensor
-                row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                row_bytes = math.prod(rows.whole_shape[1:]) * rows.dtype.itemsize
                 file.seek(begins[rows.name] + rows.first * row_bytes)
                 file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         file.flush()

@@ -86,7 +86,8 @@ def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: fl
     """
     loss_scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 0.0
     if math.isfinite(loss) and loss_scale >= 1:
-        print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
+        scale = f"loss scale now {loss_scale:g}"
+        print0(f"step {step:05d} | since the last line float16 overflowed, which updated no weight; {scale}")
         return
     saver.report(step, wait=True)
     newest = checkpoint.newest(saver.out_dir)

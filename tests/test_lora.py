@@ -221,7 +221,7 @@ def test_the_base_is_where_adapter_config_says_and_undamaged(
     advice = f"set base_model_name_or_path in {config} to the folder of their base"
     assert f"{tmp_path}/gone, which are not there: {advice}" in message(tmp_path / "gone")
     damage(tmp_path / "moved/model.safetensors")
-    assert f"{tmp_path}/moved/model.safetensors is damaged" in message(moved)
+    assert f"{tmp_path}/moved/model.safetensors is not what was saved" in message(moved)
     assert checkpoint.exists(), "the damage is not its own"
     shutil.copytree(base, moved, dirs_exist_ok=True)
     assert torch.equal(load_model(checkpoint).tok_embeddings.weight, load_model(base).tok_embeddings.weight)

@@ -95,8 +95,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_pat
         out = capsys.readouterr().out
         expected = "is missing" if file == "run.json" else "not what was saved"
         assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
+        assert "loss.png is not drawn" not in out
         assert losses(tmp_path / "out") == whole
         assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+
+
+def test_evaluating_a_folder_that_a_run_may_own_renames_nothing(train, tmp_path, capsys):
+    train()
+    damage(tmp_path / "out/step_000008/model.safetensors")
+    message = error_of(train, capsys, eval_only=True)
+    assert "step_000008 is damaged, or was deleted meanwhile" in message and (tmp_path / "out/step_000008").exists()
 
 
 def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, capsys):
@@ -169,7 +177,7 @@ def test_a_checkpoint_of_another_version_in_several_files_is_resumed_with_the_sa
     train()
     assert losses(tmp_path / "out") == whole and len(digests["model-00001-of-00002.safetensors"]) > 9
     damage(path / "optimizer-00002-of-00002.safetensors")
-    with pytest.raises(Damaged, match="optimizer-00002-of-00002.safetensors is damaged"):
+    with pytest.raises(Damaged, match="optimizer-00002-of-00002.safetensors is not what was saved"):
         verify(open_folder(path, optimizer=True))
 
 
@@ -184,6 +192,11 @@ def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_pat
         assert read_run(path)["sequences"] == {4: 32, 8: 56, 9: 64}[max_iters]
     expected = run["train_data"].sequences(0, 64)[:, :-1]
     assert torch.equal(torch.cat(list(read.values())), expected)
+
+
+def test_with_another_block_size_a_resumed_run_counts_the_tokens_that_were_read(train):
+    train(max_iters=4)
+    assert train(max_iters=6, block_size=16)["sequences_read"] == 32, "4 steps of 4 sequences x 32 tokens"
 
 
 def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(train, tmp_path, capsys):

@@ -164,9 +164,10 @@ def test_a_broken_stream_does_not_stop_training(text_data, tmp_path):
 
 
 def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path):
-    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", eval_iters=100)
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", eval_iters=100, init_from="scratch")
     script = wrapped(tmp_path, at_read(8, "signal.raise_signal(signal.SIGHUP)"))  # six of steps 1 to 6, two to evaluate
     done = run(settings, script)
+    assert "run the same command again with --init_from=resume" in done.stdout, "scratch would be refused"
     assert done.returncode == 128 + signal.SIGHUP and "step 00004 | interrupted | saved" in done.stdout, done.stdout
     assert not any("val_loss" in line for line in metrics(tmp_path / "out"))
 

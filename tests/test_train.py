@@ -113,7 +113,7 @@ def test_a_cuda_graph_and_activations_on_the_cpu_change_no_loss(train, tmp_path,
 ], ids=str)  # fmt: skip
 def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_documents, settings):
     run = train(dataset=short_documents, n_embd=64, **settings)
-    (n,) = run["n_eval_blocks"]
+    (n,) = run["n_eval_sequences"]
     n_all = run["val_data"].n_blocks
     assert n_all % 3 and (n == n_all or n < n_all / 4)
     blocks = run["val_data"].read(np.arange(n) * n_all // n)
