@@ -134,7 +134,7 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
         name = flag.lstrip("-")
         if argument in ("-h", "--help"):
             wants_help = True
-        elif name in settings and argument.startswith("--"):
+        elif name in settings and argument.startswith("-"):
             options = settings[name].options
             if not equals and bool in options:
                 text = "true"  # --compile

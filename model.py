@@ -205,12 +205,12 @@ class Block(nn.Module):
         offload: a context in which what the layer keeps for backward moves to the CPU, given this layer's tensors.
         """
         full = self.how.checkpointing == "full" and cache is None
-        compute = self.recompute if full else self.compute
+        run = self.recompute if full else self.compute
         if offload is None:
-            return compute(x, delta, cos, sin, doc_starts, cache)
+            return run(x, delta, cos, sin, doc_starts, cache)
         kept_input = x if delta is None else None  # else the layer keeps x + delta, which is not computed yet
         with offload(kept_input, (*self.parameters(), cos, sin, doc_starts)):
-            return compute(x, delta, cos, sin, doc_starts, cache)
+            return run(x, delta, cos, sin, doc_starts, cache)
 
     def compute(self, x, delta, cos, sin, doc_starts=None, cache=None, for_backward=False):
         """In plain PyTorch:
@@ -246,10 +246,10 @@ class Block(nn.Module):
             inputs = x, None, cos, sin, doc_starts
             return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-        def compute(x, doc_starts, for_backward):
+        def of_group(x, doc_starts, for_backward):
             return self.compute(x, None, cos, sin, doc_starts, None, for_backward)
 
-        return recomputed(self, compute, x, doc_starts, self.how.groups_of_sequences(*x.shape)), None
+        return recomputed(self, of_group, x, doc_starts, self.how.groups_of_sequences(*x.shape)), None
 
 
 class Head(nn.Linear):
@@ -321,8 +321,7 @@ class Llama(nn.Module):
         size.
         """
         x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only one head reads it; with two, drop both overwrites
-        overwrite_x = self.how.kernels != "none"  # our final norm does not read its output again in backward
-        return self.lm_head(x, targets, overwrite_x)
+        return self.lm_head(x, targets, overwrite_x=True)  # the final norm does not read its output again in backward
 
     def hidden(self, tokens, doc_starts=None, caches=None, overwrite_dy=False):
         """The head's input, (B, T, C): the normed sum of all blocks. For a second head or another loss:

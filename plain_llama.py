@@ -63,7 +63,7 @@ class Attention(nn.Module):
         q = rotate(q, cos, sin).transpose(1, 2)  # (B, H, T, D)
         k = rotate(k, cos, sin).transpose(1, 2)
         v = v.transpose(1, 2)
-        # softmax(q kᵀ / sqrt(D)) v over all earlier positions; H / K query heads read each key/value head
+        # softmax(q kᵀ / sqrt(D)) v over this and all earlier positions; H / K query heads share each key/value head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

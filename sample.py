@@ -11,6 +11,7 @@ runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 settings, _ = configure(globals(), sys.argv[1:])
 
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 if problem := limit_problem(settings):
     sys.exit(problem)

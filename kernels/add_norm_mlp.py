@@ -124,16 +124,16 @@ class _AddNormMLP(torch.autograd.Function):
             ddown = down_proj.weight_gradients(shared, hidden, *of_down, needed=needed[n:], sums=sums[n:], first=first)
             del hidden
             shared = gate_up_proj.share(dgate_up, *of_gate_up)
-            dgate_up8 = (*dgate_up8, w8) if dgate_up8 else shared
+            shared_or_float8 = (*dgate_up8, w8) if dgate_up8 else shared  # input_gradient takes either
             if several:
                 gate_up_proj.weight_gradients(
                     shared, normed, *of_gate_up, needed=needed[:n], sums=sums[:n], first=first
                 )
-                gate_up_proj.input_gradient(dgate_up8, *of_gate_up, out=dnormed[rows])
+                gate_up_proj.input_gradient(shared_or_float8, *of_gate_up, out=dnormed[rows])
                 del normed, shared, dgate_up
             else:
-                dnormed = gate_up_proj.input_gradient(dgate_up8, *of_gate_up)
-            del dgate_up8
+                dnormed = gate_up_proj.input_gradient(shared_or_float8, *of_gate_up)
+            del dgate_up8, shared_or_float8
         dx, dnorm, normed = rms_norm_backward(
             dnormed.view(total.shape), dtotal, total, norm_weight, rstd, need_dnorm,
             need_y=not several and any(needed[:n]), overwrite_dy=True,

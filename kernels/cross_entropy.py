@@ -241,6 +241,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """loss = lse − logits[target], averaged over the rows that are not ignored.
 
+    For models that have their logits: the model's head calls losses_of_rows, from linear_cross_entropy.py.
+
     logits (..., V) of any floating dtype, targets (...) integers in [0, V) or -100 (ignored). Returns an fp32 scalar
     (fp64 for fp64): 0 if every row is ignored, NaN if a target lies outside [0, V).
 

@@ -61,10 +61,10 @@ def _decode_kernel(
     if split == 0:  # the new token: from registers, since its place in the cache is being written
         k_new = tl.load(k_ptr + row_head * D + dims, mask=is_dim, other=0.0)
         v_new = tl.load(v_ptr + row_head * D + dims, mask=is_dim, other=0.0)
-        place = ((batch * n_positions + length) * K + kv_head) * D + dims
+        offsets = ((batch * n_positions + length) * K + kv_head) * D + dims
         is_inside = dims < tl.where(length < n_positions, D, 0)  # nothing is written past a full cache
-        tl.store(k_cache_ptr + place, k_new, mask=is_inside)
-        tl.store(v_cache_ptr + place, v_new, mask=is_inside)
+        tl.store(k_cache_ptr + offsets, k_new, mask=is_inside)
+        tl.store(v_cache_ptr + offsets, v_new, mask=is_inside)
         row_max = tl.sum(q * to_compute(k_new)[None, :], axis=1)
         row_sum += 1.0
         y += to_compute(v_new)[None, :]
@@ -74,10 +74,10 @@ def _decode_kernel(
     for start in range(begin, tl.minimum(begin + share, length), BLOCK_N):
         time = start + tl.arange(0, BLOCK_N)
         is_seen = time < length
-        place = ((batch * n_positions + time) * K + kv_head)[:, None] * D + dims[None, :]
+        offsets = ((batch * n_positions + time) * K + kv_head)[:, None] * D + dims[None, :]
         mask = is_seen[:, None] & is_dim[None, :]
-        k = to_compute(tl.load(k_cache_ptr + place, mask=mask, other=0.0))
-        v = to_compute(tl.load(v_cache_ptr + place, mask=mask, other=0.0))
+        k = to_compute(tl.load(k_cache_ptr + offsets, mask=mask, other=0.0))
+        v = to_compute(tl.load(v_cache_ptr + offsets, mask=mask, other=0.0))
         s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)  # (HEADS, BLOCK_N)
         s = tl.where(is_seen[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))

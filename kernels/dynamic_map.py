@@ -93,6 +93,7 @@ def dequantize_blocks(codes, absmax, map_ptr):
     return tl.load(map_ptr + codes.to(tl.int32)) * absmax[:, None]
 
 
+# The constants above, written out: a kernel cannot read Python's globals.
 @triton.jit
 def quantize_blocks(
     x, table_ptr,

@@ -25,7 +25,7 @@ class Execution:
     mlp_chunks           in how many chunks of tokens a recomputed MLP computes; None: see chunks_of_mlp
     offload_activations  what checkpointing keeps of each layer moves to CPU memory: kernels/offload_activations.py
 
-    ValueError for choices that do not exist or do not work together.
+    ValueError for choices that do not exist or do not work together; Llama checks attention, for its head size.
     """
 
     kernels: str = "all"

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from .launch import (
+    A100_SHARED_MEMORY,
     HAS_TRITON,
     INTERPRETED,
-    TUNED_WITH,
     compute_dtype,
     refuse_double_backward,
     shared_memory,
@@ -256,7 +256,7 @@ def _tiles(x, block):
 
 
 def _blocks(kernel, q):
-    fast = q.element_size() == 2 and shared_memory(q) >= TUNED_WITH and not INTERPRETED
+    fast = q.element_size() == 2 and shared_memory(q) >= A100_SHARED_MEMORY and not INTERPRETED
     block_m, block_n, warps, stages, registers = CONSTANTS[kernel][max(q.shape[-1], 64)] if fast else FALLBACK
     launch = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return block_m, block_n, {"BLOCK_M": block_m, "BLOCK_N": block_n, "SCALE": q.shape[-1] ** -0.5, **launch}

@@ -66,7 +66,7 @@ def fp8_linear_reference(x, weight):
 
 
 @triton.jit
-def float8_scale(largest, LARGEST: tl.constexpr = 448.0):
+def float8_scale(largest, LARGEST: tl.constexpr = 448.0):  # a kernel cannot read Python's globals
     """The scale of a row, from its largest magnitude. With a NaN or an infinity the row becomes NaN, as in bf16."""
     largest = largest.to(tl.float32, bitcast=True)
     return tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest

@@ -91,12 +91,11 @@ def whole_row(n_cols: int) -> dict:
     """
     assert 1 <= n_cols <= 65536, n_cols
     block = 1 << (n_cols - 1).bit_length()  # not by Triton's function: this check must also run without Triton
-    if block > 16384:
-        return {"BLOCK": block, "num_warps": block // 2048}
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    warps = 32 if block == 65536 else min(max(block // 512, 1), 16)
+    return {"BLOCK": block, "num_warps": warps}
 
 
-TUNED_WITH = 163 * 1024  # bytes of shared memory per program: an A100 has them, and no kernel takes more on Hopper
+A100_SHARED_MEMORY = 163 * 1024  # bytes per program; no kernel takes more on Hopper
 
 
 def shared_memory(x: torch.Tensor) -> int:
@@ -119,7 +118,7 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, long_row_warps: int) ->
     # The interpreter is serial: 4 programs are enough to test that rows are shared and partial sums add up.
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
     rows = 16384 // (block * x.element_size())
-    stages = 3 if shared_memory(x) >= TUNED_WITH else 2
+    stages = 3 if shared_memory(x) >= A100_SHARED_MEMORY else 2
     if shared_memory(x) < 96 * 1024:
         stages = 1
     constants = {"ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": 8}

@@ -34,7 +34,7 @@ from .launch import (
 )
 
 
-def rms_norm_reference(x, weight, eps=1e-5, overwrite_dy=False):
+def rms_norm_reference(x, weight, eps=1e-5, overwrite_dy=False):  # overwrite_dy: a permission, of no use to autograd
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return (x_wide * rstd * weight).to(x.dtype)
@@ -186,7 +186,7 @@ def check_norm(x, delta, weight):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, overwrite_dy: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, 2019).
 
-    x (..., C), weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous. Computed in fp32 (fp64
+    x (..., C), weight (C,), any floating dtypes; returns y (..., C) in x's dtype. Computed in fp32 (fp64
     for fp64) and rounded once. overwrite_dy: backward may write the gradient of x over that of y: only if nothing else
     reads it.
     """

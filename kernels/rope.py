@@ -148,8 +148,8 @@ def rope(
     """Unpacks q, k and v, and rotates each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
 
     qkv (B, T, H + 2K, D): H = n_head queries, then K keys, then K values. cos and sin (T, D/2) or (B, T, D/2), fp32 (or
-    fp64 with fp64), are constants: they get no gradient. Returns q (B, T, H, D), k and v (B, T, K, D), contiguous, in
-    qkv's dtype.
+    fp64 with fp64), are constants: they get no gradient. Returns q (B, T, H, D), k and v (B, T, K, D) in qkv's dtype,
+    none of which keeps qkv alive.
     """
     n_batch, n_time, n_heads, head_dim = qkv.shape
     assert head_dim % 2 == 0 and 0 < n_head < n_heads and (n_heads - n_head) % 2 == 0, (qkv.shape, n_head)

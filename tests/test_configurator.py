@@ -102,6 +102,7 @@ ACCEPTED = [
     (["--rope_scaling={'factor': 32.0}"], {"rope_scaling": {"factor": 32.0}}),
     (["--init_from=resume", "--world=2"], {"init_from": "resume", "world": 2}),
     (["--batch_size=4", "--batch_size", "3"], BATCH_3),
+    (["-batch_size=3"], BATCH_3),
     (["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
 ]
 
