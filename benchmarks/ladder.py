@@ -10,7 +10,6 @@ train on random weights, which are as fast as any. The techniques hf_... are Hug
 pure bfloat16 with full checkpointing, for techniques that another package has.
 """
 
-import shlex
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import product
@@ -104,11 +103,9 @@ def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record:
         settings = settings_of(name, s)
         config, shape = resolved(model, name, s)
         pinned_gib = cpu_gib(config, replace(shape, batch_size=batch))
-    point = {
-        "config": CONFIGS[model], "trainer": trainer, "ranks": 1, "batch": batch, "block": BLOCK_SIZE,
-        "checkpointing": settings.pop("activation_checkpointing"), "limit_gib": s.memory_limit_gib,
-        "flags": shlex.join(f"--{name}={value}" for name, value in settings.items()),
-    }  # fmt: skip
+    checkpointing = settings.pop("activation_checkpointing")
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    point = sweep.point_of(CONFIGS[model], trainer, batch, BLOCK_SIZE, checkpointing, flags, s.memory_limit_gib)
     key = {"model": model, "technique": name, "batch": batch}
     return record.measure("points", key, lambda: point | {"cpu_gib": pinned_gib} | sweep.measure_point(**point))
 

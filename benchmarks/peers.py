@@ -298,8 +298,8 @@ def hf_model(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
 
     compile_mode: under torch.compile, with causal attention without a mask, as transformers does uncompiled;
     reduce-overhead replays CUDA graphs; blocks compiles the blocks one by one. liger: with all of Liger-Kernel's
-    patches, or only its loss, the fused linear cross-entropy. cudnn: its attention, which PyTorch does not take by
-    itself.
+    patches, or only its loss, the fused linear cross-entropy. cudnn: its attention, which PyTorch takes by itself only
+    on Hopper, from 2.11 on.
     """
     import transformers
 

@@ -138,9 +138,9 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = {}
     for row in rows:
-        n = math.prod(row.shape)
-        repeated = numbers.repeat(math.ceil(n / len(numbers)))[:n].view(row.shape)
-        weights[row.name] = repeated if len(row.shape) > 1 else torch.ones(row.shape, dtype=torch.bfloat16)
+        n = math.prod(row.whole_shape)
+        repeated = numbers.repeat(math.ceil(n / len(numbers)))[:n].view(row.whole_shape)
+        weights[row.name] = repeated if len(row.whole_shape) > 1 else torch.ones(row.whole_shape, dtype=torch.bfloat16)
     folder = tempfile.TemporaryDirectory()
     save_file(weights, f"{folder.name}/model.safetensors")
     train, _ = open_dataset("pystdlib", block_size=1, seed=0)

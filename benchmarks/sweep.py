@@ -4,7 +4,6 @@
     python bench.py --sweep=both --trainers=nanocria,hf-masters,hf-liger-masters     contexts too, and two others
     python bench.py --memory_limit_gib=24 --checkpointing=full --offload=optimizer
     python bench.py --preset=study                24 GiB, offload=all, full checkpointing: beside Hugging Face and Liger
-    python bench.py --preset=8b                   Llama 3.1 8B, sequences of 512 tokens, on all GPUs, beside the recipe
     python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft, bitsandbytes and
                                                   unsloth (or --trainers=some): the fastest settings at each size
     python bench.py -- --mlp_chunks=4             arguments after -- go to train.py, for nanocria alone
@@ -22,8 +21,6 @@ import shlex
 from types import SimpleNamespace
 from typing import Literal
 
-import torch
-
 from benchmarks import runner
 from benchmarks.peers import PEERS
 from benchmarks.records import Record
@@ -32,7 +29,7 @@ from benchmarks.tables import is_measured
 from benchmarks.trainers import TRAINERS, llama_config
 
 # settings
-preset: Literal["study", "8b", "finetune"] | None = None  # a set of settings, which other flags override
+preset: Literal["study", "finetune"] | None = None  # a set of settings, which other flags override
 sweep: Literal["batch", "seq", "both"] = "batch"  # what grows: batches, contexts
 trainers = "nanocria"  # one or several of trainers.py
 config = "config/llama32_1b.py"  # the model
@@ -67,8 +64,6 @@ PRESETS = {
     "study": ["--sweep=both", "--memory_limit_gib=24", "--checkpointing=full", "--offload=all",
               "--trainers=nanocria-plain,nanocria-unfused,nanocria,nanocria-long,hf-offload,hf-liger-offload",
               "--out=out/study.json"],
-    "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--trainers=nanocria,recipe", "--checkpointing=full",
-           "--out=out/study_8b.json"],
     "finetune": ["--config=config/llama31_8b.py", "--memory_limit_gib=24", "--out=out/finetune.json",
                  "--trainers=" + ",".join(dict.fromkeys(name for names, *_ in FINETUNE for name in names))],
 }  # fmt: skip
@@ -85,7 +80,7 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         growing = list(s.trainers)
         for (batch, block), trainer in itertools.product(sizes[kind], s.trainers):
             if trainer in growing:
-                point = point_of(trainer, batch, block, s.checkpointing, s.flags, s)
+                point = point_of(s.config, trainer, batch, block, s.checkpointing, s.flags, s.memory_limit_gib)
                 row = record.measure(kind, point, measure_point, **point)
                 if not is_measured(row):
                     growing.remove(trainer)
@@ -95,15 +90,18 @@ def finetune(s: SimpleNamespace, record: Record) -> None:
     for trainers, shapes, checkpointing, flags in FINETUNE:
         chosen = [name for name in trainers if name in s.trainers]
         for (batch, block), trainer in itertools.product(shapes, chosen):
-            point = point_of(trainer, batch, block, checkpointing, [*flags.split(), *s.flags], s)
+            flags_of_point = [*flags.split(), *s.flags]
+            point = point_of(s.config, trainer, batch, block, checkpointing, flags_of_point, s.memory_limit_gib)
             record.measure("batch", point, measure_point, **point)
 
 
-def point_of(trainer: str, batch: int, block: int, checkpointing: str, flags: list[str], s: SimpleNamespace) -> dict:
+def point_of(
+    config: str, trainer: str, batch: int, block: int, checkpointing: str, flags: list[str], limit_gib: float | None
+) -> dict:
     """What identifies a row of a sweep, and measure_point()'s arguments. flags: of train.py."""
     return {
-        "config": s.config, "trainer": trainer, "ranks": s.ranks, "batch": batch, "block": block,
-        "checkpointing": checkpointing, "limit_gib": s.memory_limit_gib,
+        "config": config, "trainer": trainer, "ranks": 1, "batch": batch, "block": block,
+        "checkpointing": checkpointing, "limit_gib": limit_gib,
         "flags": "" if trainer in PEERS else shlex.join(flags),
     }  # fmt: skip
 
@@ -124,9 +122,8 @@ def main(argv: list[str]) -> None:
     s.argv = argv  # for the record
     if s.offload != "none":
         s.flags = [f"--offload={s.offload}", *s.flags]
-    s.ranks = max(torch.cuda.device_count(), 1) if s.preset == "8b" else 1
     llama_config(s.config)  # a SettingError now, not after the card has been measured
-    record = runner.start("sweep", s, n_gpus=s.ranks)
+    record = runner.start("sweep", s)
     if s.preset == "finetune":
         finetune(s, record)
         runner.finish(record)

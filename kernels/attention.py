@@ -4,7 +4,7 @@
 
 On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
 its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
-times both). PyTorch's own choice would be flash attention 2; on Hopper and later cuDNN is about 1.5 times as fast.
+times both). PyTorch before 2.11 would choose flash attention 2; on Hopper and later cuDNN is about 1.5 times as fast.
 With the package flash-attn-4, PyTorch's flash attention becomes FlashAttention 4, the fastest of all on Hopper; its
 gradients do not repeat bit for bit.
 """

@@ -116,9 +116,25 @@ def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
     assert work["backward"] == {"bytes": saved + outputs + gradients}
 
 
+MOVED = {  # how often the first inputs are read or written
+    ("cross_entropy", "inference"): (1,), ("cross_entropy", "both"): (2,),  # its gradient is as large
+    ("adamw", "forward"): (2, 1, 2, 2, 2), ("adamw8bit", "forward"): (2, 1, 2, 2, 2),  # the gradient is only read
+    ("nf4", "forward"): (1 + 4, 1),  # a code is half a byte of two
+    ("fp8_weight", "forward"): (4,),  # bfloat16 read twice; float8 written twice, read and written transposed
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, measured", MOVED)
+def test_bytes_are_those_of_what_is_moved(name, measured):
+    tensors, constants = OPERATIONS[name].inputs(TINY[name], {"device": DEVICE, "dtype": torch.bfloat16})
+    moved = sum(n * x.nbytes for n, x in zip(MOVED[name, measured], (*tensors, *constants), strict=False))
+    assert OPERATIONS[name].work(TINY[name])[measured] == {"bytes": moved}
+
+
 @pytest.mark.parametrize("name, measured, share", [
     ("linear_cross_entropy", "both", 1), ("fp8_linear", "both", 1),
     ("flash_attention", "forward", 20 / 38),  # of 19 x 19 pairs of positions those that are not masked
+    ("flash_attention", "backward", 20 / 38 * 5 / 6),  # eager's 2 + 4; a fused backward computes the scores again
 ])  # fmt: skip
 def test_flops_are_those_of_the_matmuls_that_run(name, measured, share):
     problem = kernels_bench.Problem(OPERATIONS[name], OPERATIONS[name].functions["eager"], TINY[name], FP32)

@@ -27,7 +27,7 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied, point, tmp_
     weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads one row per text
     cached = 3 * (8 + 4.5)  # 8 of the prompt, 3 of the warm-up, half of the 3 timed ones
     assert row["step_bytes"] == (2 if HAS_GPU else 4) * (weights + 2 * 2 * 2 * 8 * cached)
-    assert row["tok_per_s"] > 0 and row["step_ms"] > 0
+    assert row["tok_per_s"] > 0 and row["of_copy"] == pytest.approx(row["step_bytes"] / row["step_ms"] / 1e9)
 
 
 @pytest.mark.parametrize("trainer, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])

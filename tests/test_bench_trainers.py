@@ -8,6 +8,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from benchmarks import breakdown, losses, peers, trainers
+from benchmarks.operations import OPERATIONS
 from benchmarks.settings import ROOT
 from model import Execution, Llama, LlamaConfig, rope_tables
 from runtime.hf import hf_names
@@ -257,3 +258,12 @@ def test_the_floors_count_the_flops_that_the_model_counts():
         flops = 8 * 2048 * Llama(c).flops_per_token(2048)
     assert sum(floors[part] for part in ("matmuls", "loss matmuls", "attention")) == pytest.approx(flops / 700e9)
     assert set(floors) | {"other"} == {*breakdown.PARTS, "loss matmuls"}
+    n = 8 * 2048
+    work = {
+        "norms": 33 * [OPERATIONS["add_rms_norm"].work((n, c.n_embd))],
+        "SwiGLU": 16 * [OPERATIONS["swiglu"].work((n, c.ffn_dim))],
+        "loss kernel": [{"both": OPERATIONS["cross_entropy"].work((n, c.vocab_size))["both"]}],
+        "optimizer": [OPERATIONS["adamw"].work((1_235_814_400,)), {"norm": {"bytes": 2 * 1_235_814_400}}],
+    }
+    for part, works in work.items():
+        assert floors[part] == pytest.approx(sum(x["bytes"] for each in works for x in each.values()) / 4e9)

@@ -52,7 +52,7 @@ def by_name(parts):
 def recorded():
     """(row, config, run) of each of our peaks in the records that the current code measured."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none", "flags": ""}
-    for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
+    for record in ("step", "step_h100", "sweep", "study", "ladder", "finetune"):
         found = load_record(record)
         for row in (of_step | row for kind in ("points", "batch", "seq") for row in found.get(kind, [])):
             trainer = TRAINERS[row["trainer"]]
