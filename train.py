@@ -246,7 +246,7 @@ def learning_rate_at(step: int) -> float:
 phase = "starting"
 log = RunLog(out_dir, device, dtype, tokens_per_step=sequences_per_step * block_size, max_iters=max_iters,
              flops_per_token=model.flops_per_token(block_size), log_interval=log_interval, profile=profile)  # fmt: skip
-log.header(model, run_shape, train_data)
+log.header(model, run_shape, train_data, earlier_sequences + max_iters * sequences_per_step)
 run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 began_with, resume_seconds, hf_files = restore(start, model, optimizer, train_data, run_info)
 settings["init_from"] = began_with  # where the weights came from at first, also after resumes
@@ -294,6 +294,7 @@ def evaluate() -> list[float] | None:
 signals.listen()
 step = first_step
 val_loss = None
+unevaluated = not eval_only and resume_seconds is not None and start.run.get("val_loss") is None  # a signal came first
 if eval_only or (start is not None and step == 0):  # given weights: their loss, for comparison
     phase = "evaluating"
     with log.paused():
@@ -304,7 +305,7 @@ last_step = step if eval_only else max_iters
 batches = read_ahead(read_step, range(step, last_step))  # a thread reads the next step while this one computes
 while True:
     stopping = signals.received_anywhere()
-    if step > first_step and (stopping or step % eval_interval == 0 or step == last_step):
+    if (step > first_step or unevaluated) and (stopping or step % eval_interval == 0 or step == last_step):
         with log.paused():
             phase = "evaluating"
             losses = None if stopping else evaluate()

@@ -49,7 +49,7 @@ def dataset_parts(dataset: str | Path) -> dict[str, float]:
     """
     if not re.search("[:,]", str(dataset)) or dataset_folder(dataset).exists():  # a path may have colons
         return {dataset: 1.0}
-    texts = str(dataset).split(",")
+    texts = [text.strip() for text in str(dataset).split(",")]
     pieces = [re.fullmatch(r"(.+):(\d{0,9}\.?\d{1,9})", text, re.ASCII) for text in texts]
     weights = {piece[1]: float(piece[2]) for piece in pieces if piece}
     if len(weights) < len(texts) or not all(weights.values()):

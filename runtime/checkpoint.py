@@ -109,12 +109,17 @@ def newest(out_dir: str | Path) -> Path | None:
 
 
 def best_of(paths: list[Path]) -> Path | None:
-    """The checkpoint of the lowest validation loss, by its run.json. None if there is no loss."""
+    """The checkpoint of the lowest loss on the newest one's validation data, by run.json. None if there is no loss."""
     losses = {}
-    for path in paths:
+    data = None
+    for path in reversed(paths):
         with contextlib.suppress(OSError, ValueError):  # damaged
             run = read_run(path) or {}
-            if run.get("val_loss") is not None:  # None: a signal interrupted the evaluation
+            if run.get("val_loss") is None:  # a signal interrupted the evaluation
+                continue
+            evaluated = run["dataset"].get("val_sha256")
+            data = data or evaluated
+            if evaluated == data:
                 losses[path] = run["val_loss"]
     return min(losses, key=losses.get, default=None)
 

@@ -58,7 +58,7 @@ def progress(items: Sequence, what: str) -> Iterator:
 def leave(code: int) -> NoReturn:
     """Exit. With several ranks, skip the interpreter's shutdown, in which gloo's threads sometimes abort."""
     if world_size > 1:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # AttributeError: closed before the start, as by >&-
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -47,6 +47,7 @@ MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "quantize_base")
 STATE_SETTINGS = ("optimizer", "optimizer_bits", "galore_rank", *ADAPTER_SETTINGS)  # a checkpoint's tensors depend on
 NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
+NO_CHANGE = ("init_from", "out_dir", "eval_only")  # settings that change nothing in what is resumed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # out_dir
@@ -268,7 +269,7 @@ def _resume(folder, model, optimizer, run_info):
     optimizer.load_counters(run)
     changed = _changes(run, run_info)
     print0(f"resumes   {folder.path}" + (f" with {', '.join(changed)} changed" if changed else ""))
-    if run["step"] == settings["max_iters"] and not settings["eval_only"]:
+    if run["step"] == settings["max_iters"] and run.get("val_loss") is not None and not settings["eval_only"]:
         print0(f"nothing left to train: raise {length}, or name another --out_dir for a new run")
 
 
@@ -278,7 +279,7 @@ def _changes(run: dict, run_info: dict) -> list[str]:
     changed = [
         f"{name} {was[name]} -> {value}"
         for name, value in now.items()
-        if was.get(name, value) != value and name not in ("init_from", "out_dir")  # absent in checkpoints older than it
+        if was.get(name, value) != value and name not in NO_CHANGE  # absent in checkpoints older than it
     ]
     return changed + [
         f"the dataset's {name} {run['dataset'][name]:.12} -> {value:.12}"  # the beginning of a digest

@@ -101,7 +101,8 @@ class RunLog:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
-    def header(self, model: Llama, run: RunShape, data: Blocks) -> None:
+    def header(self, model: Llama, run: RunShape, data: Blocks, n_sequences: int) -> None:
+        """n_sequences: of the whole run."""
         config = model.config
         self.model_info = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -114,23 +115,24 @@ class RunLog:
             gib = f"about {self.model_info['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
-        self._print_data(data, config.block_size)
+        self._print_data(data, n_sequences)
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
-    def _print_data(self, data: Blocks, block_size: int) -> None:
+    def _print_data(self, data: Blocks, n_sequences: int) -> None:
         steps = self.max_iters
         for part, (name, share) in zip(data.parts, data.shares.items(), strict=True):
-            times = share * self.tokens_per_step * steps / (part.n_blocks * block_size)
+            times = share * n_sequences / part.n_blocks
             of_the_mix = f" {share:.1%} of the sequences;" if share < 1 else ""
             n_tokens = f"{len(part.tokens):,} tokens;"
             print0(f"data      {name}: {n_tokens}{of_the_mix} {steps:,} steps read them {times:.2f} times")
             if part.packing:
                 print0(f"          {part.packing}")
             if times > 10:
-                print0("          more than ten passes: the model may learn them by heart. --epochs=3 makes three")
+                fewer = "--epochs=3 makes three" if share == 1 else "give them a smaller share"
+                print0(f"          more than ten passes: the model may learn them by heart. {fewer}")
 
     @stop_on_error()
     def open(self, first_step: int, on_not_finite: Callable[[int, float, float], None], settings=None) -> None:
@@ -286,7 +288,7 @@ class RunLog:
 
     def summary(self, val_loss: float, val_data: Blocks, n_evaluated: int, **more) -> None:
         """Print the run's result and write summary.json. n_evaluated: how many validation tokens are in val_loss."""
-        if rank:
+        if rank or not self.seconds:  # no step: a resumed run had only its last evaluation to do
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
         seconds = statistics.median(self.seconds[1:] or self.seconds)  # the first one compiles
@@ -322,7 +324,10 @@ class RunLog:
                 f"validation: {result['bits_per_byte']:.3f} bits per byte; xz -9 needs {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
-        write_json(self.out_dir / "summary.json", result)
+        try:
+            write_json(self.out_dir / "summary.json", result)
+        except OSError as error:  # a full disk
+            print0(f"summary.json is not written: {error}")
 
     def next_command(self, chat: bool, best: Path | None = None) -> None:
         """Print how to sample from the best checkpoint; None: from the newest."""

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.files import lock, open_to_write
+from data.files import atomic_write, lock, open_to_write
 from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
 from optimizers import Optimizer
 from runtime import memory_stats
-from runtime.checkpoint import best_of, checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends
+from runtime.checkpoint import best_of, checkpoints, digest_of_run, digests_of, is_model, newest, piece_ends, read_run
 from runtime.distributed import from_rank_0, local, new_group, on_all_ranks, print0, say, shard_like, worker_thread
 from runtime.hf import Rows, hf_rows
 
@@ -158,9 +158,12 @@ class Saver:
             copied.synchronize()
         from_rank_0(self._keep_lock, self.group)
         try:
-            rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
-            write_folder(partial, rows, self.hf_files, run, self.group)
-            from_rank_0(lambda: commit(partial, path), self.group)
+            if from_rank_0(path.exists, self.group):  # the run has resumed from it, and evaluated it since
+                from_rank_0(lambda: add_val_loss(path, run["val_loss"]), self.group)
+            else:
+                rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
+                write_folder(partial, rows, self.hf_files, run, self.group)
+                from_rank_0(lambda: commit(partial, path), self.group)
         except (OSError, ValueError):
             from_rank_0(lambda: remove_partial(self.out_dir), self.group)
             raise
@@ -249,13 +252,19 @@ def write_folder(
         on_all_ranks(partial(_write_rows, folder / name, rows_by_file[name], begins), group)
     digests = digests_of(folder, ends, group)
 
-    def finish():
-        content = json.dumps(run | {"digests": digests})
-        finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON
-        finite["digest"] = digest_of_run(finite)
-        _write_file(folder / "run.json", json.dumps(finite, indent=2).encode() + b"\n")
+    from_rank_0(lambda: _write_file(folder / "run.json", _run_json(run | {"digests": digests})), group)
 
-    from_rank_0(finish, group)
+
+def _run_json(run: dict) -> bytes:
+    finite = json.loads(json.dumps(run), parse_constant=lambda _: None)  # NaN is not JSON
+    finite["digest"] = digest_of_run(finite)
+    return json.dumps(finite, indent=2).encode() + b"\n"
+
+
+def add_val_loss(folder: Path, val_loss: float | None) -> None:
+    """Give a checkpoint the validation loss that it was saved without."""
+    with atomic_write(folder / "run.json") as file:
+        file.write(_run_json(read_run(folder) | {"val_loss": val_loss}))
 
 
 def _whole_bytes(rows):

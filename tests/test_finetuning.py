@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.chat import prepare as chat
-from runtime.checkpoint import best_of, newest
+from runtime.checkpoint import best_of, newest, read_run
 from runtime.save import Saver
 from tests.datasets import toy_dataset
 from tests.published import publish_chat_model
@@ -162,6 +162,8 @@ def test_a_checkpoint_without_a_loss_or_with_a_damaged_one_is_not_the_best(train
     assert best_of(paths) == paths[0]
     damage(paths[0] / "run.json")
     assert best_of(paths) == paths[2] and best_of(paths[:2]) is None
+    edit_run(paths[3], dataset=read_run(paths[3])["dataset"] | {"val_sha256": "0" * 64})
+    assert best_of(paths) == paths[3], "losses on other data say nothing"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -170,6 +170,18 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path):
     assert "run the same command again with --init_from=resume" in done.stdout, "scratch would be refused"
     assert done.returncode == 128 + signal.SIGHUP and "step 00004 | interrupted | saved" in done.stdout, done.stdout
     assert not any("val_loss" in line for line in metrics(tmp_path / "out"))
+    run(settings | dict(init_from="resume"))
+    assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [4, 8]
+
+
+def test_a_run_whose_last_evaluation_a_signal_interrupted_makes_up_for_it(text_data, tmp_path):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", keep_best=True)
+    stopped = run(settings, wrapped(tmp_path, at_read(11, "signal.raise_signal(signal.SIGTERM)")))  # 8 + 2 to evaluate
+    assert "step 00008 | interrupted | saved" in stopped.stdout, stopped.stdout
+    resumed = run(settings).stdout
+    assert "step 00008 | val loss" in resumed and "step_000008, the best so far" in resumed, resumed
+    assert "next: python sample.py" in resumed and "nothing left to train" not in resumed
+    assert "nothing left to train" in run(settings).stdout
 
 
 def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch):
