@@ -166,7 +166,11 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     if not os.path.isfile(path) or not path.endswith(".py"):
         # Compare file stems: the folder and .py would make all names similar.
         files = {file.stem: os.path.relpath(file) for file in Path(script).resolve().parent.glob("config/*.py")}
-        hint = did_you_mean(Path(path).stem, files) or ". A setting is --name=value"
+        hint = ". A setting is --name=value"
+        if os.path.isdir(path):
+            hint += f", such as --out_dir={path}"
+        else:
+            hint = did_you_mean(Path(path).stem, files) or hint
         raise SettingError(f"there is no config file {path} (a .py file){hint}")
     sys.path.append(str(Path(path).resolve().parent))  # it may build on another beside it
     values = {}

@@ -163,7 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run (its newest checkpoint), a checkpoint or published weights")
     parser.add_argument("folder", type=Path, help="a new folder")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of weights")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of weights (default: bfloat16)"
+    )
     args = parser.parse_args()
     if args.folder.exists():
         sys.exit(f"{args.folder} already exists: name a new folder")

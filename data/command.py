@@ -94,10 +94,10 @@ def print_summary(folder: Path, meta: dict) -> None:
         print(f"xz -9 needs {meta['xz_bits_per_byte']:.3f} bits per byte of val")
 
 
-def print_next(config: str, *flags: str) -> None:
+def print_next(*arguments: str) -> None:
     """Print the command that trains on a finished dataset, as it runs from the current folder."""
-    paths = [display_path(ROOT / name) for name in ("train.py", config)]
-    print("next: " + shlex.join(["python", *paths, *flags]))
+    paths = [display_path(ROOT / name) if name.endswith(".py") else name for name in ("train.py", *arguments)]
+    print("next: " + shlex.join(["python", *paths]))
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -85,7 +85,7 @@ def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
     if device == "cpu":
         n_bytes = GIB * peak_gib(config, replace(run, triton=False, offload="none"))
         what = "a step needs"
-        fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
+        fix = "use smaller batches, a smaller model (config/baby_llama.py) or a GPU"
     else:
         n_bytes = sum(part.bytes for part in cpu_parts(config, run))
         what = "what is offloaded needs"

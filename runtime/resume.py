@@ -202,7 +202,8 @@ def _require_same_settings(folder, resumes, config, settings):
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        stop(f"{folder.path} has {differences}: pass {flags}, or change {'out_dir' if resumes else 'init_from'}")
+        other = "or change out_dir" if resumes else "or leave out the config file or flag that sets them"
+        stop(f"{folder.path} has {differences}: pass {flags}, {other}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

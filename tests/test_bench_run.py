@@ -38,6 +38,7 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
     going = leave_run(tmp_path / "c", [4.0, 2.0, 2.5])
     out = tmp_path / "both.svg"
     out.touch()  # a previous plot
+    (tmp_path / "refused").mkdir()  # a run that never began
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), f"--out={out}"])
     _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
     assert "-0.5000; one seed" in difference

@@ -127,7 +127,7 @@ REFUSED = [
     (["--below=4"], "Unknown setting below. --help lists them all"),  # assigned below the call
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
     (["batch_size=3"], "there is no config file batch_size=3 (a .py file). A setting is --name=value"),
-    (["out/run"], "there is no config file out/run (a .py file). A setting is --name=value"),
+    (["config"], "there is no config file config (a .py file). A setting is --name=value, such as --out_dir=config"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r:.300}")

@@ -22,6 +22,7 @@ from data.tokenizer import tokenizer_of, train_tokenizer
 from data.tokens import Tokens
 from data.write import split_of, split_texts
 from tests.datasets import TEXTS, contents, documents_of, texts_of
+from tests.published import publish_chat_model
 from tests.runs import ROOT, prose
 from tests.test_tokenizer import write_llama3_model
 
@@ -155,11 +156,14 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
 def test_the_next_command_runs_from_the_current_folder(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
-    command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path, "--out", tmp_path / "out"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command_of_prepare = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path, "--out", tmp_path / "out"]
+    run = subprocess.run(command_of_prepare, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     command = f"next: python {ROOT}/train.py {ROOT}/config/baby_llama.py --dataset={tmp_path}/out --out_dir=out/out\n"
     assert run.stdout.endswith(command), "it does not run from this folder"
+    publish_chat_model(tmp_path / "hf")
+    done = subprocess.run([*command_of_prepare, "--tokenizer", tmp_path / "hf"], capture_output=True, text=True)
+    assert f"train.py --init_from={tmp_path}/hf --learning_rate=2e-5 --dataset={tmp_path}/out " in done.stdout
 
 
 def test_a_learned_tokenizer_stays_with_the_data_and_its_checkpoint_opens_in_transformers(train, tmp_path):

@@ -159,8 +159,12 @@ def main():
     args = parser.parse_args()
     prepare(**vars(args))
     folder = args.folder.resolve()
-    # A config without a vocab_size, so the model takes the dataset's.
-    command.print_next("config/baby_llama.py", f"--dataset={folder}", f"--out_dir=out/{folder.name}")
+    flags = [f"--dataset={folder}", f"--out_dir=out/{folder.name}"]
+    weights = Path(vars(args).get("tokenizer", "bytes")).expanduser()
+    if (weights / "config.json").exists():
+        command.print_next(f"--init_from={weights.resolve()}", "--learning_rate=2e-5", *flags)
+    else:
+        command.print_next("config/baby_llama.py", *flags)  # without a vocab_size: the model takes the dataset's
 
 
 if __name__ == "__main__":
