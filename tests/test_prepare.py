@@ -154,9 +154,11 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
 
 
 def test_the_next_command_runs_from_the_current_folder(tmp_path):
+    (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    command_of_prepare = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path, "--out", tmp_path / "out"]
+        (tmp_path / "texts" / name).write_text(name)
+    folders = ["--input", tmp_path / "texts", "--out", tmp_path / "out"]
+    command_of_prepare = [sys.executable, ROOT / "data/text/prepare.py", *folders]
     run = subprocess.run(command_of_prepare, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     command = f"next: python {ROOT}/train.py {ROOT}/config/baby_llama.py --dataset={tmp_path}/out --out_dir=out/out\n"
