@@ -91,8 +91,11 @@ def comparisons(groups: dict[str, list[Losses]]) -> list[str]:
 def main(argv: list[str]) -> None:
     s = read_settings(globals(), [word for word in argv if word.startswith("-")])
     folders = [Path(word) for word in argv if not word.startswith("-")]
-    # out/* includes the previous plot, and the folders of runs that were refused before their first step
-    folders = [path for path in folders if len(folders) == 1 or (path / "metrics.jsonl").exists()]
+    folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
+    refused = [path for path in folders if path.is_dir() and not (path / "metrics.jsonl").exists()]
+    if 0 < len(refused) < len(folders):  # it also includes the folders of runs that were refused before a first step
+        print(f"left out, without losses: {', '.join(map(str, refused))}")
+        folders = [path for path in folders if path not in refused]
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
     if not s.out.endswith(SUFFIXES):

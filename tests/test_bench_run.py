@@ -40,7 +40,8 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
     out.touch()  # a previous plot
     (tmp_path / "refused").mkdir()  # a run that never began
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), f"--out={out}"])
-    _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
+    left_out, _, _, *rows, difference, drawn = capsys.readouterr().out.splitlines()
+    assert left_out == f"left out, without losses: {tmp_path}/refused"
     assert "-0.5000; one seed" in difference
     assert rows == [
         f"| {first} | {first} | 20 | 20,000 | 600.0 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
