@@ -97,6 +97,9 @@ def open_meta_folder(path: Path) -> tuple[Folder, dict[str, torch.Tensor]]:
     config = {name: params.get(theirs) for name, theirs in META_SETTINGS.items()}
     if config["vocab_size"] != LLAMA3_VOCAB:
         raise ValueError(f"{path} has vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
+    for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
+        if meta_to_hf(name) not in weights:
+            raise ValueError(f"{path / META_FILE} has no {name}")
     head = weights.get("lm_head.weight")
     stretched = params.get("use_scaled_rope")
     tied = head is None or torch.equal(head, weights["model.embed_tokens.weight"])
@@ -142,7 +145,7 @@ def load_pth(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{folder} holds a model in several parts: only a single {META_FILE} is supported")
     require_file(path)
     try:
-        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        weights = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
     return {meta_to_hf(name): x for name, x in weights.items() if name != "rope.freqs"}

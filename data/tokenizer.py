@@ -65,7 +65,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
     Raises what get_tokenizer raises.
     """
-    folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
+    if not (folder / "config.json").exists():  # published weights may hold folders of such names, too
+        folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
     meta = read_optional_json(folder, "meta.json")
     config = read_optional_json(folder, "config.json") or read_optional_json(folder, BASE_CONFIG)
     if not meta:

@@ -243,9 +243,9 @@ def _open_folder(path, optimizer):
     run = read_run(path)
     adapted = run is not None and BASE_CONFIG in run["digests"]
     config = read_undamaged_json(path / (BASE_CONFIG if adapted else "config.json"))
-    adapter = (
-        read_undamaged_json(path / "adapter_config.json") if adapted else None
-    )  # the user may edit the base's path
+    if not adapted and (path / "adapter_config.json").exists():  # transformers would add them to the weights
+        raise ValueError(f"{path} has an adapter_config.json beside its weights. {how_to_fetch(path)}, or move it away")
+    adapter = read_undamaged_json(path / "adapter_config.json") if adapted else None  # the base's path may be edited
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
         name = published_name(path, config.get("nanocria_tokenizer"))
         if name is not None:
@@ -435,7 +435,8 @@ def read_base(
     """
     adapted = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     packed = {name: m for name, m in adapted.items() if len(m.frozen) > 1}
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name.endswith(".weight")}
+    parts = {f"{name.removesuffix('weight')}{part}" for name, m in packed.items() for part in m.frozen}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name not in parts}
 
     def put(name, weight):
         if name not in packed:

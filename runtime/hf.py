@@ -254,7 +254,8 @@ def adapter_files(files: dict[str, bytes], base: Path, rank: int, alpha: float) 
     adapter_config.json, and without config.json, beside which transformers would expect a whole model.
     """
     adapter_config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": os.path.abspath(base),
+        "peft_type": "LORA" if model_type() == "llama" else model_type(),  # which peft refuses
+        "task_type": "CAUSAL_LM", "base_model_name_or_path": os.path.abspath(base),
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     }  # fmt: skip

@@ -250,7 +250,7 @@ def _begin(folder, base, model, optimizer, run_info):
         read_weights(folder, parameters, model.config, optimizer.set_weight)
     if folder:
         print0(f"begins    with the weights of {folder.path}")
-        if settings["lora_rank"] and folder.run:
+        if folder is base and "step" in (folder.run or {}):  # not a folder of convert.py's
             print0("          which the adapters will need. Training that run further may delete them: keep a copy")
         context = read_config(folder)[0].block_size
         if model.config.block_size > context:

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 
+import peft
 import pytest
 import torch
 import transformers
@@ -187,6 +188,8 @@ def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf)
     whole = file.read_bytes()
     for damage, sentence in (
         (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
+        (lambda: torch.save([torch.zeros(3)], file), "consolidated.00.pth is damaged, or not "),
+        (lambda: torch.save({"model": {}}, file), "consolidated.00.pth has no tok_embeddings.weight"),
         ((source / "consolidated.01.pth").touch, "holds a model in several parts"),
     ):
         damage()
@@ -253,6 +256,7 @@ WEIGHTS = "model.safetensors"
 REFUSED = {  # message: what was done to the folder; tests/test_checkpoint.py has damaged files
     "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
     f"expected {K} of shape (16, 32): ": holds(K, lambda k: k[:, :24]),
+    "has an adapter_config.json beside its weights": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "has model_type qwen3: ": says(model_type="qwen3"),
     "has quantization_config": says(quantization_config={"quant_method": "fp8"}),
     "has head_dim 32": says(head_dim=32),
@@ -411,6 +415,28 @@ class WithPositions(model_module.Llama):
 
     def forward(self, *args, **options):
         return super().forward(*args, **options) + self.positions.weight.square().mean()
+
+
+class WithGain(model_module.Llama):
+    def __init__(self, config, how=None):
+        super().__init__(config, how)
+        self.gain = torch.nn.Parameter(torch.empty(1, config.n_embd))
+
+    def forward(self, *args, **options):
+        return super().forward(*args, **options) + self.gain.square().mean()
+
+
+def test_adapters_read_every_frozen_weight_and_peft_refuses_those_of_a_changed_model(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_module, "Llama", WithGain)
+    for module in ("checkpoint", "resume"):
+        monkeypatch.setattr(f"runtime.{module}.Llama", WithGain)
+    for module in ("hf", "resume"):
+        monkeypatch.setattr(f"runtime.{module}.OWN", {"gain"})
+    trained = train(max_iters=1)["model"].gain
+    adapters = train(init_from=tmp_path / "out", lora_rank=2, max_iters=1, out_dir=tmp_path / "lora")["model"]
+    assert torch.equal(adapters.gain, trained) and not adapters.gain.requires_grad
+    with pytest.raises(KeyError):
+        peft.PeftConfig.from_pretrained(tmp_path / "lora/step_000001")
 
 
 @pytest.mark.usefixtures("published_model")

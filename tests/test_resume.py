@@ -126,6 +126,8 @@ def test_a_checkpoint_that_lost_its_optimizer_is_whole_as_the_start_of_a_new_run
     assert f"a new run can begin with them, --init_from={start}" in message, message
     train(init_from=start, lora_rank=1, max_iters=1, out_dir=tmp_path / "new")
     assert "which the adapters will need" in capsys.readouterr().out
+    train(init_from=tmp_path / "new", lora_rank=1, max_iters=1, out_dir=tmp_path / "again")
+    assert "which the adapters will need" not in capsys.readouterr().out, "they need the first run's"
 
 
 def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch):

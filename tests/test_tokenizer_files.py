@@ -22,7 +22,7 @@ from data.write import write_dataset
 from model import LlamaConfig
 from runtime.hf import hf_files
 from tests.datasets import TEXTS, package_file
-from tests.published import smollm2
+from tests.published import publish_chat_model, smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
 
@@ -515,3 +515,9 @@ def test_smollm2_is_read_as_transformers_reads_it(tmp_path):
     assert not [s for s in ids if ours.encode(s) != ids[s]]
     prompt = "<|im_start|>user\nHi<|im_end|>\n"
     assert ours.encode(prompt, special=True) == theirs(prompt, add_special_tokens=False).input_ids
+
+
+def test_a_published_folder_has_its_own_tokenizer_whatever_folders_it_holds(tmp_path):
+    publish_chat_model(tmp_path)
+    (tmp_path / "step_1000").mkdir()
+    assert tokenizer_of(tmp_path).special_tokens == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
