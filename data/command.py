@@ -61,6 +61,9 @@ def tokenizer_for_data(name: str) -> Tokenizer:
     tokenizer = get_tokenizer(os.path.expanduser(name))
     if tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
         tokenizer.bos = None
+    lost = [char for char in "aé漢🦙" if char not in tokenizer.decode(tokenizer.encode(char))]
+    if lost:  # neither bytes nor such characters are among its tokens
+        print(f"tokenizer {name} cannot write {' '.join(lost)}: such text is lost, bits per byte mean little")
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiktoken
+import tokenizers
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -475,11 +476,12 @@ def test_what_a_template_marks_is_what_follows_the_prompts(reads, fast):
 
 
 @pytest.mark.parametrize("key, refused, fine", [
-    ("label", False, True), ("kto_tag", False, True), ("weight", 0, 1.0), ("train", False, True), ("images", ["a"], []),
+    ("label", False, True), ("kto_tag", False, True), ("weight", 0, 1.0), ("weight", 0.25, True),
+    ("train", False, True), ("images", ["a"], []),
 ])  # fmt: skip
 def test_a_row_that_says_that_it_is_not_to_be_learned_is_refused(key, refused, fine):
     assert read_row({"messages": [Q, A], key: fine}).ignored == []
-    with pytest.raises(ValueError, match=f"its {key} says"):
+    with pytest.raises(ValueError, match=f"its {key} (says|is 0.25)"):
         read_row({"messages": [Q, A], key: refused})
 
 
@@ -490,11 +492,13 @@ def test_formats_and_keys_that_nothing_reads_are_printed_and_counted(written, ca
     rows += [{"messages": [Q, A | {"weight": 1, "train": True, "refusal": None}]}]
     rows += [{"messages": [Q, A | {"thinking": "hm"}]}]
     rows += [{"messages": [Q, A | {"content": "b<|endoftext|>"}]}]
+    rows += [{"instruction": "?", "output": " "}]
     rows += [{"messages": [Q, A], "tools": [{}]}]  # refused, so not counted
     written(*map(json.dumps, rows), "{}", errors="skip")
     out = capsys.readouterr().out
-    assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 3 rows of messages\n" in out
+    assert "1,200 rows of ShareGPT, 4 rows of Alpaca, 3 rows of messages\n" in out
     assert "\nrows that spell out special tokens, which stay text: 1\n" in out
+    assert "\nrows with an empty answer, which teaches to say nothing: 1\n" in out
     [ignored] = [line for line in out.splitlines() if line.startswith("ignored")]
     for name in ("'id' of rows (1,200)", "'mood' of messages (1,200)", "'name' of messages (1,200)"):
         assert name in ignored
@@ -615,8 +619,52 @@ def test_a_message_that_the_template_leaves_out_is_refused_not_lost(reads, left_
     template = CHATML.replace("for message in messages", f"for message in messages if message.role != '{left_out}'")
     row = {"messages": [SYSTEM, ASKED, ANSWERED, FOUND, ANSWERED]}
     assert "Be brief." in reads(CHATML, row)
-    with pytest.raises(ValueError, match=f"a message of the role {left_out}, which the chat template does not write"):
+    with pytest.raises(ValueError, match=f"the chat template leaves out message ., of the role {left_out}"):
         reads(template, row)
+
+
+def test_text_beside_calls_and_a_second_system_message_are_refused_if_a_template_leaves_them_out(reads):
+    calls = "{{ m.tool_calls[0].function.name + eos_token if m.tool_calls else m.content + eos_token }}"
+    llama32 = "{% for m in messages %}" + calls + "{% endfor %}{{ '' if add_generation_prompt }}"
+    assert reads(llama32, {"messages": CALLS})
+    beside = [ASKED, CALLED | {"content": "Let me look."}, FOUND, ANSWERED]
+    assert reads(QWEN, {"messages": beside}).count("Let me look.") == 1
+    with pytest.raises(ValueError, match="leaves out message 2, of the role assistant, beside its tool_calls"):
+        reads(llama32, {"messages": beside})
+    first = "{% for message in messages %}{% if message.role != 'system' or loop.first %}" + CHATML.split("%}", 1)[1]
+    first = first.replace("{%- endfor %}", "{% endif %}{% endfor %}", 1)
+    assert reads(first, {"messages": [SYSTEM, ASKED, ANSWERED]})
+    with pytest.raises(ValueError, match="leaves out message 2, of the role system"):
+        reads(first, {"messages": [SYSTEM, SYSTEM | {"content": "In French."}, ASKED, ANSWERED]})
+
+
+def test_a_special_token_that_is_text_gets_no_blank_from_a_tokenizer_that_begins_texts_with_one(tmp_path):
+    pieces = ["<unk>", "</s>", "\u2581", *map(chr, range(33, 127)), *(f"<0x{i:02X}>" for i in range(256))]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0)])  # fmt: skip
+    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = get_tokenizer(tmp_path)
+    tokenizer.chat_template = PLAIN
+    messages = [Q | {"content": "What is </s>?"}, A | {"content": "</s>\nends."}]
+    ids, _ = encode_answers(tokenizer, render_answers(tokenizer, messages))
+    assert tokenizer.decode(ids) == "user:What is </s>?\nassistant:</s>\nends.</s>\n" and ids.count(1) == 1
+
+
+def test_a_template_that_begins_answers_with_a_thought_that_it_does_not_write_says_so():
+    thinks = PLAIN.replace("'assistant:' if", "'assistant:<think>' if")
+    with pytest.raises(ValueError, match="message 2 differently when it is to be answered, by 'assistant:<think>'"):
+        render_answers(byte_tokenizer(".", SPECIAL, template=thinks), [Q, A])
+
+
+def test_copies_whose_messages_have_ids_share_a_split(written):
+    rows = [{"messages": [Q | {"content": f"{i % 9}?", "id": i}, A | {"content": str(i % 9)}]} for i in range(90)]
+    folder = written(*map(json.dumps, rows), val_fraction=0.3)
+    assert not {*targets_of(folder, "train")} & {*targets_of(folder, "val")}
 
 
 def test_the_split_is_that_of_the_messages_whatever_else_a_template_writes(written, tmp_path):
@@ -637,7 +685,7 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
     for template, message in (
         (None, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
         (tmp_path / "endless.jinja", "does not end answers with a special token"),
-        (tmp_path / "empty.jinja", "does not end answers with a special token"),
+        (tmp_path / "empty.jinja", "the chat template leaves out message 1, of the role user"),
     ):
         with pytest.raises(ValueError, match=message):
             written(line("a", "b"), template=template)

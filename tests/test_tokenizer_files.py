@@ -521,3 +521,12 @@ def test_a_published_folder_has_its_own_tokenizer_whatever_folders_it_holds(tmp_
     publish_chat_model(tmp_path)
     (tmp_path / "step_1000").mkdir()
     assert tokenizer_of(tmp_path).special_tokens == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+
+
+def test_a_tokenizer_that_cannot_write_all_text_says_so_when_data_is_made(tmp_path, capsys):
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    tokenizer_for_data(str(tmp_path))
+    assert "cannot write é 漢 🦙: such text is lost" in capsys.readouterr().out
+    tokenizer_for_data("bytes")
+    assert not capsys.readouterr().out

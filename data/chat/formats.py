@@ -46,6 +46,8 @@ def read_row(row: Any) -> Conversation:
     if len(fitting) > 1:
         raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
     for key in row:
+        if key in ("weight", "train") and row[key] not in (0, 1):
+            raise ValueError(f"its {key} is {row[key]!r:.40}, expected 0 or 1, false or true")
         if (key in ROW_FLAGS and row[key] == 0) or (key in MEDIA and row[key]):
             raise ValueError(f"its {key} says that it is no text to learn")
     [name] = fitting
@@ -189,12 +191,15 @@ class Seen:
     def __init__(self):
         self.rows = Counter()
         self.n_spelled = 0
+        self.n_empty = 0
         self.ignored = Counter()
 
     def add(self, conversation: Conversation, names_read: frozenset[str], spells_special: bool) -> None:
         """names_read: what the chat template reads."""
         self.rows[conversation.format] += 1
         self.n_spelled += spells_special
+        answers = [m for m in conversation.messages if m["role"] == "assistant" and m.get("weight") != 0]
+        self.n_empty += any(not m["content"].strip() for m in answers if not m.get("tool_calls"))
         self.ignored.update(f"{name!r:.40} of rows" for name in conversation.ignored)
         known = {"role", "content", "weight", *names_read}
         if known.intersection(REASONING):
@@ -206,6 +211,8 @@ class Seen:
         sentences = [", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())]
         if self.n_spelled:  # perhaps leftovers of a template, such as </s> at the end of each answer
             sentences.append(f"rows that spell out special tokens, which stay text: {self.n_spelled:,}")
+        if self.n_empty:
+            sentences.append(f"rows with an empty answer, which teaches to say nothing: {self.n_empty:,}")
         if self.ignored:
             keys = ", ".join(f"{name} ({n:,})" for name, n in self.ignored.most_common(9))
             sentences.append(f"ignored, because nothing reads them: {keys}")

@@ -72,23 +72,34 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
     if "add_generation_prompt" not in names_read(template):
         _refuse_open_end(tokenizer, template)
     text = write(template, inputs)
-    for role in sorted({message["role"] for message in messages if message.get("content")} - {"user", "assistant"}):
-        changed = [m | {"content": m["content"] + "."} if m["role"] == role else m for m in inputs["messages"]]
-        if write(template, inputs | {"messages": changed}) == text:
-            raise ValueError(f"it has a message of the role {role}, which the chat template does not write")
     done = 0
     parts = []
     for i in learned:
         prompt = write_first(i, add_generation_prompt=True)
         upto = write_first(i + 1).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
+            begun = prompt.removeprefix(write_first(i))
             raise ValueError(
-                f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
-                "follow: put each answer at the end of a conversation of its own"
+                f"the chat template writes message {i + 1} differently when it is to be answered, by {begun!r:.60}, or "
+                "when others follow: put each answer at the end of a conversation of its own, or give a --template FILE"
             )
         parts += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
+    _refuse_loss(template, inputs)
     return "".join([*parts, text[done:]])
+
+
+def _refuse_loss(template: str, inputs: dict) -> None:
+    """ValueError if a template leaves a message's content out, and so a mark at its end."""
+    marked = [
+        m | {"content": f"{m['content']}{BREAK}{i}{BREAK}"} if m.get("content") else m
+        for i, m in enumerate(inputs["messages"], start=1)
+    ]
+    text = write(template, inputs | {"messages": marked})
+    for i, message in enumerate(inputs["messages"], start=1):
+        if message.get("content") and f"{BREAK}{i}{BREAK}" not in text:
+            beside = ", beside its tool_calls" if message.get("tool_calls") else ""
+            raise ValueError(f"the chat template leaves out message {i}, of the role {message['role']}{beside}")
 
 
 @functools.lru_cache(maxsize=8)  # once, not for each row
@@ -193,7 +204,7 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
         both = encode(tokenizer, context + part)
         n = len(before)
         continues = both[:n] == before == ids[len(ids) - n :]  # else the part would merge with its context
-        part_ids = both[n:] if continues else encode(tokenizer, part)
+        part_ids = both[n:] if continues else encode(tokenizer, BREAK + part)
         ids += part_ids
         is_target += [is_answer] * len(part_ids)
         context += part
@@ -210,4 +221,14 @@ def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], lis
 
 
 def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
-    return [token for piece in marked.split(BREAK) for token in tokenizer.encode(piece, special=True)]
+    """The ids of a text with BREAKs. Some tokenizers begin a text with a blank: what follows a BREAK is encoded as
+    after a line end, whose ids are then left out, unless it merges with that.
+    """
+    first, *others = marked.split(BREAK)
+    ids = tokenizer.encode(first, special=True)
+    before = tokenizer.encode("\n") if others else []
+    for piece in others:
+        after = tokenizer.encode("\n" + piece, special=True)
+        continues = after[: len(before)] == before
+        ids += after[len(before) :] if continues else tokenizer.encode(piece, special=True)
+    return ids
