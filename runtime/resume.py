@@ -202,7 +202,7 @@ def _require_same_settings(folder, resumes, config, settings):
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        other = "or change out_dir" if resumes else "or change init_from; without a config file it sets the model's shape"
+        other = "or change out_dir" if resumes else "or change init_from; without a config file it sets the shape"
         stop(f"{folder.path} has {differences}: pass {flags}, {other}")
 
 

@@ -232,7 +232,7 @@ def write_folder(
 ) -> None:
     """Write a folder and flush it to disk. Every rank must call it, with its own rows. The caller then renames it.
 
-    rows_by_file: the model's first. hf_files: other files by name. run: the content of run.json.
+    rows_by_file: by its name, the model's first. hf_files: other files by name. run: the content of run.json.
     Of the last two only rank 0's count. Raises OSError, on all ranks, if one cannot write.
     """
     headers = {name: _header(rows) for name, rows in rows_by_file.items()}

@@ -87,7 +87,7 @@ def on_not_finite(optimizer, saver: Saver, step: int, loss: float, grad_norm: fl
     loss_scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 0.0
     if math.isfinite(loss) and loss_scale >= 1:
         scale = f"loss scale now {loss_scale:g}"
-        print0(f"step {step:05d} | since the last line float16 overflowed, which updated no weight; {scale}")
+        print0(f"step {step:05d} | float16 overflowed since the last line: such a step updates no weight; {scale}")
         return
     saver.report(step, wait=True)
     newest = checkpoint.newest(saver.out_dir)
