@@ -87,12 +87,8 @@ def first_rows(size):
 # --- RMSNorm, with and without the addition before it ---
 
 
-def widen(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def eager_rms_norm(x, weight):
-    wide = widen(x)
+    wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
 
 
@@ -214,7 +210,7 @@ OPERATIONS["geglu"] = glu(
 
 
 def eager_cross_entropy(logits, targets):
-    return F.cross_entropy(widen(logits), targets)
+    return F.cross_entropy(logits.float(), targets)
 
 
 def random_targets(n_rows, n_vocab, options):
@@ -344,7 +340,7 @@ def eager_attention(q, k, v):
     k, v = (x.transpose(1, 2).repeat_interleave(n_head // x.shape[2], dim=1) for x in (k, v))
     future = torch.ones(n_time, n_time, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(2, 3) * head_dim**-0.5).masked_fill(future, float("-inf"))  # (B, H, T, T)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return (weights @ v).transpose(1, 2)
 
 
