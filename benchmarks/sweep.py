@@ -36,14 +36,12 @@ config = "config/llama32_1b.py"  # the model
 memory_limit_gib: float | None = None  # as if the card had only so many GiB
 checkpointing: Literal["none", "selective", "full"] = "none"  # what backward recomputes; not Hugging Face: selective
 offload: Literal["none", "optimizer", "all"] = "none"  # of nanocria
-batches = ""  # for sweep=batch, one,two,...; default: 1 to 112, then doubled until none fits
-contexts = ""  # for sweep=seq; default: 512 to 131,072
+batches = "1,4,8,16,32,64,96,112,224,448,896,1792,3584,7168,14336,28672,57344,114688,229376"  # for sweep=batch
+contexts = "512,1024,2048,4096,8192,12288,16384,24576,32768,65536,131072"  # for sweep=seq
 block_size = 1024  # of the batches
 batch_size = 4  # of the contexts
 out = "out/sweep.json"  # the record; of a preset another
 
-BATCHES = [1, 4, 8, 16, 32, 64, 96, 112, *(112 * 2**k for k in range(1, 12))]
-CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
 ON_CPU = "--offload_activations=true"
 QLORA_AND_FP8 = ["nanocria-qlora", "nanocria-lora-fp8", "nanocria-qlora-fp8"]
 LONG = [(1, 8192), (4, 8192), (1, 32768)]
@@ -73,8 +71,8 @@ def grow(s: SimpleNamespace, record: Record) -> None:
     """At each size all trainers in turn, so that a card that warms up favors none, until each has met one that
     fails."""
     sizes = {
-        "batch": [(batch, s.block_size) for batch in s.batches or BATCHES],
-        "seq": [(s.batch_size, block) for block in s.contexts or CONTEXTS],
+        "batch": [(batch, s.block_size) for batch in s.batches],
+        "seq": [(s.batch_size, block) for block in s.contexts],
     }
     for kind in ("batch", "seq") if s.sweep == "both" else (s.sweep,):
         growing = list(s.trainers)
