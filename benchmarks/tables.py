@@ -23,12 +23,6 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
     "losses": "loss", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
-FORMAT_OF = {  # of numbers and names, by a row's keys; other numbers have two decimals below 10, one below 1,000
-    "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "mean": "{:+.4f}", "loss": "{:.4f}",
-    "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
-    "xz_bits_per_byte": "{:.3f}", "step_ms": "{:.2f}", "op": "`{}`", "technique": "`{}`", "command": "`{}`",
-    "config": "`{}`", "flags": "`{}`",
-}  # fmt: skip
 
 
 def title(trainer: str) -> str:
@@ -41,7 +35,16 @@ def last_third(numbers: Iterable[float]) -> float:
     return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
-TEXTS = {  # of other values
+TEXT_OF = {  # how a row's values are written, by its keys; other numbers have two decimals below 10, one below 1,000
+    **dict.fromkeys(["of_copy", "of_limit"], "{:.0%}".format),
+    **dict.fromkeys(["bits_per_byte", "xz_bits_per_byte"], "{:.3f}".format),
+    **dict.fromkeys(["loss", "val_loss", "best_val_loss", "distance"], "{:.4f}".format),
+    **dict.fromkeys(["op", "technique", "command", "config", "flags"], "`{}`".format),
+    "mfu": "{:.1%}".format,
+    "cost": "{:+.1%}".format,
+    "mean": "{:+.4f}".format,
+    "rate": "{:g}".format,
+    "step_ms": "{:.2f}".format,
     "trainer": title,
     "shape": lambda sizes: " ".join(f"{letter}{size}" for letter, size in sizes.items()),
     "losses": lambda losses: f"{last_third(losses):.4f}",
@@ -65,10 +68,8 @@ def cell(row: dict, key: str) -> str:
     value = row.get(key)
     if value is None or value == "":
         return "out of memory" if row.get("oom") and key in ("tok_per_s", "losses") else "-"
-    if key in TEXTS:
-        return TEXTS[key](value)
-    if key in FORMAT_OF:
-        return FORMAT_OF[key].format(value)
+    if key in TEXT_OF:
+        return TEXT_OF[key](value)
     if isinstance(value, float):
         digits = 0 if value >= 1000 else 1
         return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2f}"
