@@ -42,7 +42,6 @@ rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to z
 out = "out/finetune_losses.json"  # the record
 
 HUGGING_FACE = ["hf", "hf-again", "hf-float32", "hf-lora", "hf-lora-again"]
-SFT_CONFIG = "config/sft.py"
 WARMUP_ITERS = 20
 EVALUATIONS = 4
 BATCH = 4  # packed sequences of a step
@@ -51,17 +50,12 @@ PADDED_ROWS = 16  # of a padded micro-batch
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): the next token, or -100
 
 
-def packed_data(dataset: str, block: int) -> tuple[Packed, Packed]:
-    """Training and validation data, packed into blocks."""
-    return open_dataset(dataset, block, SEED, None, True)
-
-
 def train_finetune(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
     """losses.train_losses() of a finetune."""
-    _, val = packed_data(dataset, block)
+    _, val = open_dataset(dataset, block, SEED, mask_documents=True)
     return losses.train_losses(
-        steps, batch, block, SFT_CONFIG, [*NANOCRIA[trainer].flags.split(), *flags], init_from=folder, dataset=dataset,
-        learning_rate=rate, min_lr=0.0, warmup_iters=WARMUP_ITERS, dtype="bfloat16",
+        steps, batch, block, "config/sft.py", [*NANOCRIA[trainer].flags.split(), *flags],
+        init_from=folder, dataset=dataset, learning_rate=rate, min_lr=0.0, warmup_iters=WARMUP_ITERS, dtype="bfloat16",
         eval_interval=max(steps // EVALUATIONS, 1), eval_iters=-(-val.n_blocks // batch),
     )  # fmt: skip
 
@@ -113,14 +107,14 @@ def learning_rate(step: int, steps: int, rate: float) -> float:
     """train.py's schedule with config/sft.py."""
     if step < WARMUP_ITERS:
         return rate * (step + 1) / (WARMUP_ITERS + 1)
-    return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP_ITERS) / max(steps - WARMUP_ITERS, 1)))
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP_ITERS) / (steps - WARMUP_ITERS)))
 
 
 def peer_finetune(trainer: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
     """train_finetune() of a peer; on the CPU if there is no GPU."""
     device = torch.device(pick_device("auto"))
     torch.set_float32_matmul_precision("high")
-    train, val = packed_data(dataset, block)
+    train, val = open_dataset(dataset, block, SEED, mask_documents=True)
     model = build_peer(trainer, folder, device)
     masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # in float32: p itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -181,7 +175,7 @@ def learn(trainer: str, folder: str, dataset: str, batch: int, block: int) -> di
     """Targets per second of our model's forward and backward over the training data, packed or padded."""
     device = torch.device(pick_device("auto"))
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    data, _ = packed_data(dataset, block)
+    data, _ = open_dataset(dataset, block, SEED, mask_documents=True)
     if trainer == "packed":
         unpacked = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
         inputs = [(x, y, document_starts(marks, data.doc_start)) for x, y, marks in unpacked]

@@ -1,7 +1,6 @@
 """The trainers that are compared: nanocria's settings, the peers of peers.py, and how a peer's steps are measured.
 
-measure() trains a peer for some steps on the text that nanocria is measured on. PyTorch's allocator uses
-expandable segments, as in train.py.
+PyTorch's allocator uses expandable segments, as in train.py.
 """
 
 import gc
