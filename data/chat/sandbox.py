@@ -18,7 +18,7 @@ BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str) -> Template:
     try:
-        return make_environment().from_string(template)
+        return ENVIRONMENT.from_string(template)
     except Exception as error:  # invalid, or nested too deeply for Jinja or Python
         line = f" at line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ValueError(f"the chat template cannot be compiled{line}: {error!s:.200}") from error
@@ -27,7 +27,8 @@ def compile_template(template: str) -> Template:
 @functools.lru_cache(maxsize=8)
 def names_read(template: str) -> frozenset[str]:
     """What a template may read: its variables and filters, and message.name, message['name'] or 'name' in message."""
-    tree = compile_template(template).environment.parse(template)
+    compile_template(template)  # ValueError if it is broken
+    tree = ENVIRONMENT.parse(template)
     names = {node.name for node in tree.find_all((nodes.Name, nodes.Filter))}
     names |= {node.attr for node in tree.find_all(nodes.Getattr)}
     names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -46,15 +47,6 @@ class Generation(Extension):
         return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
 
-def make_environment() -> ImmutableSandboxedEnvironment:
-    extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
 def raise_exception(message):
     raise TemplateError(message)
 
@@ -65,3 +57,9 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
     if ensure_ascii:
         text = re.sub(f"[^\0-\x7f{BREAK}]", lambda char: json.dumps(char[0])[1:-1], text)
     return text
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+ENVIRONMENT.filters["tojson"] = tojson
+ENVIRONMENT.globals["raise_exception"] = raise_exception
+ENVIRONMENT.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
