@@ -166,22 +166,20 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         meta["bos"] = tokenizer.bos
     if tokenizer.files:
         meta["tokenizer_files"] = {name: sha256(content) for name, content in tokenizer.files.items()}
+    files = {split: {} for split in SPLITS}
     for split in SPLITS:
         total = Counter()
         digests = []
-        for counts in shards.values():
+        for shard, counts in shards.items():
             numbers = dict(counts[split])
             digests.append(numbers.pop("sha256"))
             total.update(numbers)
+            if numbers["tokens"]:
+                files[split][f"{split}{shard}.bin"] = numbers["tokens"]
         meta |= {f"{split}_{name}": n for name, n in total.items()}
         # of several files: a digest of their digests
         meta[f"{split}_sha256"] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
-    meta |= extra
-    meta["files"] = {split: {} for split in SPLITS}
-    for split in SPLITS:
-        for shard, counts in shards.items():
-            if n_tokens := counts[split]["tokens"]:
-                meta["files"][split][f"{split}{shard}.bin"] = n_tokens
+    meta |= extra | {"files": files}
     write_json(folder / "meta.json", meta)
     return meta
 
