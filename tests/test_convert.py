@@ -408,16 +408,9 @@ def refused_by_others(folder):
     assert not {"LlamaForCausalLM"} & set(config["architectures"])
 
 
-class WithPositions(model_module.Llama):
-    def __init__(self, config, how=None):
-        super().__init__(config, how)
-        self.positions = torch.nn.Embedding(32, config.n_embd)
-
-    def forward(self, *args, **options):
-        return super().forward(*args, **options) + self.positions.weight.square().mean()
-
-
 class WithGain(model_module.Llama):
+    """A model with a weight of its own, whose name does not end in .weight."""
+
     def __init__(self, config, how=None):
         super().__init__(config, how)
         self.gain = torch.nn.Parameter(torch.empty(1, config.n_embd))
@@ -426,12 +419,16 @@ class WithGain(model_module.Llama):
         return super().forward(*args, **options) + self.gain.square().mean()
 
 
-def test_adapters_read_every_frozen_weight_and_peft_refuses_those_of_a_changed_model(train, tmp_path, monkeypatch):
+def use_gain(monkeypatch):
     monkeypatch.setattr(model_module, "Llama", WithGain)
     for module in ("checkpoint", "resume"):
         monkeypatch.setattr(f"runtime.{module}.Llama", WithGain)
     for module in ("hf", "resume"):
         monkeypatch.setattr(f"runtime.{module}.OWN", {"gain"})
+
+
+def test_adapters_read_every_frozen_weight_and_peft_refuses_those_of_a_changed_model(train, tmp_path, monkeypatch):
+    use_gain(monkeypatch)
     trained = train(max_iters=1)["model"].gain
     adapters = train(init_from=tmp_path / "out", lora_rank=2, max_iters=1, out_dir=tmp_path / "lora")["model"]
     assert torch.equal(adapters.gain, trained) and not adapters.gain.requires_grad
@@ -445,11 +442,7 @@ def test_others_refuse_a_changed_model_and_nanocria_reads_it(
     change, train, sample, convert_to_hf, tmp_path, monkeypatch
 ):
     if change == "weights":
-        monkeypatch.setattr(model_module, "Llama", WithPositions)
-        for module in ("checkpoint", "resume"):
-            monkeypatch.setattr(f"runtime.{module}.Llama", WithPositions)
-        for module in ("hf", "resume"):
-            monkeypatch.setattr(f"runtime.{module}.OWN", {"positions.weight"})
+        use_gain(monkeypatch)
     elif change == "activation":
         monkeypatch.setattr(model_module, "ACTIVATION", "gelu_tanh")
     else:
