@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
+from data.vocabulary import Tiktoken
 from data.write import write_dataset
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
@@ -17,6 +19,15 @@ TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is 
 def toy_dataset(folder, train=("first", "second"), val=("third",), **options):
     documents = [("train", document) for document in train] + [("val", document) for document in val]
     return write_dataset(folder, documents, get_tokenizer("bytes"), **options)
+
+
+def byte_tokenizer(pattern, special_tokens, merges=(), template="", name="small"):
+    """A token for each byte, each merge, each special token."""
+    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(merges)}
+    special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
+    tokenizer = Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def documents_of(folder, split):

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiktoken
 import tokenizers
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,9 +19,9 @@ from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, g
 from data.files import write_json
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens
-from data.vocabulary import Tiktoken
 from model import LlamaConfig
 from runtime.hf import hf_files
+from tests.datasets import byte_tokenizer
 from tests.published import CHATML, publish_chat_model, smollm2
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -36,18 +35,6 @@ MESSAGES = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes.\n"},
 ]
-
-
-def byte_tokenizer(pattern, special_tokens, merges=(), template=None):
-    """A token for each byte, each merge, each special token."""
-    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(merges)}
-    special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-    encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    tokenizer = Tiktoken(encoding)
-    tokenizer.chat_template = template or ""
-    return tokenizer
-
-
 LLAMA3 = byte_tokenizer(r"(?s:.)", SPECIAL)
 BOS = {"bos_token": "<|begin_of_text|>"}
 

@@ -8,8 +8,8 @@ import tiktoken
 
 from data.encode import encode_batch, encode_text
 from data.tiktoken_files import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, bytes_encoding
-from data.tokenizer import Tiktoken, get_tokenizer
-from tests.datasets import TEXTS
+from data.tokenizer import get_tokenizer
+from tests.datasets import TEXTS, byte_tokenizer
 
 
 def write_llama3_model(path, extra_tokens):
@@ -90,13 +90,9 @@ def test_a_download_is_kept_in_datasets_and_one_that_fails_says_how_to_bring_the
 
 def test_million_consecutive_blanks_are_tokenized():
     text = "\t" * 1_200_000 + "d" * 30_000 + " " * 60_000 + "b\n c"
-    ranks = {bytes([i]): i for i in range(256)}
-    tokenizer = tiktoken.Encoding(
-        "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={"<|end_of_text|>": 256}
-    )
+    tokenizer = byte_tokenizer(LLAMA3_PATTERN, ["<|end_of_text|>"])
     with pytest.raises(ValueError):
-        tokenizer.encode(text)
-    tokenizer = Tiktoken(tokenizer)
+        tokenizer.encoding.encode(text)
     tokens, _, counts = encode_batch([("train", text)], tokenizer, encode_text)["train"]
     assert (counts["documents"], counts["bytes"]) == (1, len(text))
     assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256

@@ -21,7 +21,7 @@ from data.vocabulary import HuggingFace, TextStream
 from data.write import write_dataset
 from model import LlamaConfig
 from runtime.hf import hf_files
-from tests.datasets import TEXTS, package_file
+from tests.datasets import TEXTS, byte_tokenizer, package_file
 from tests.published import publish_chat_model, smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
@@ -178,9 +178,7 @@ PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which Hugging Fac
 
 def small_encoding(name, end_of_text="<|endoftext|>"):
     """A tokenizer of bytes with the pattern of a larger one."""
-    ranks = {bytes([i]): i for i in range(256)}
-    pattern = PATTERNS.get(name, LLAMA3_PATTERN)
-    return Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={end_of_text: 256}))
+    return byte_tokenizer(PATTERNS.get(name, LLAMA3_PATTERN), [end_of_text], name=name)
 
 
 AWKWARD = "I'll IT'S 'ſ 1234567 ½²٣ été\r\n\n  \t \n x;;\n\nK漢字🦙\u0301\xa0\u3000 .  \n \n"

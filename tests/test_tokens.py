@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 from data import write
@@ -24,12 +23,12 @@ from data.loader import FOLDER, Blocks, dataset_folder, open_dataset
 from data.meta import FIELDS, REQUIRED, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
-from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
+from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens, token_dtype
 from data.write import write_dataset, write_lock, write_meta, write_tokens
 from model import document_starts
 from runtime.checkpoint import digest_of_run, read_run
-from tests.datasets import LFS_POINTER, TEXTS, contents, documents_of, encode_digit, toy_dataset
+from tests.datasets import LFS_POINTER, TEXTS, byte_tokenizer, contents, documents_of, encode_digit, toy_dataset
 from tests.runs import ROOT, alive, prose, wait_until
 
 
@@ -55,11 +54,8 @@ def test_written_dataset_reads_back_with_counts_digests_and_its_size_in_xz(tmp_p
 
 def test_token_ids_above_65535_round_trip_and_those_below_take_uint16(tmp_path):
     assert [token_dtype(size).name for size in (65536, 65537)] == ["uint16", "uint32"]
-    words = {f"w{i}".encode(): 256 + i for i in range(70_000)}
-    ranks = {bytes([i]): i for i in range(256)} | words
-    special = {"<|endoftext|>": 70_256}
-    words = tiktoken.Encoding("words", pat_str=r"w\d+|(?s:.)", mergeable_ranks=ranks, special_tokens=special)
-    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(words))
+    tokenizer = byte_tokenizer(r"w\d+|(?s:.)", ["<|endoftext|>"], [f"w{i}".encode() for i in range(70_000)])
+    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], tokenizer)
     assert meta["dtype"] == "uint32"
     assert Tokens(tmp_path, "train").shards[0][:].tolist() == [256, 65_536, 70_255, 70_256]
 
