@@ -1,6 +1,7 @@
 """Small datasets for tests, written and read back."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,14 @@ def byte_tokenizer(pattern, special_tokens, merges=(), template="", name="small"
     tokenizer = Tiktoken(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
     tokenizer.chat_template = template
     return tokenizer
+
+
+def save_tokenizer(folder, backend, **config):
+    """Write a tokenizer of the package `tokenizers` as a published folder; returns how we read it."""
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return get_tokenizer(folder)
 
 
 def documents_of(folder, split):

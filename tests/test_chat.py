@@ -21,7 +21,7 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_DOC_START, IS_TARGET, Tokens
 from model import LlamaConfig
 from runtime.hf import hf_files
-from tests.datasets import byte_tokenizer
+from tests.datasets import byte_tokenizer, save_tokenizer
 from tests.published import CHATML, publish_chat_model, smollm2
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -633,9 +633,7 @@ def test_a_special_token_that_is_text_gets_no_blank_from_a_tokenizer_that_begins
         tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
         tokenizers.decoders.Strip(" ", 1, 0)])  # fmt: skip
     backend.add_special_tokens(["<unk>", "</s>"])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = get_tokenizer(tmp_path)
+    tokenizer = save_tokenizer(tmp_path, backend, eos_token="</s>")
     tokenizer.chat_template = PLAIN
     messages = [Q | {"content": "What is </s>?"}, A | {"content": "</s>\nends."}]
     ids, _ = encode_answers(tokenizer, render_answers(tokenizer, messages))

@@ -21,7 +21,7 @@ from data.vocabulary import HuggingFace, TextStream
 from data.write import write_dataset
 from model import LlamaConfig
 from runtime.hf import hf_files
-from tests.datasets import TEXTS, byte_tokenizer, package_file
+from tests.datasets import TEXTS, byte_tokenizer, package_file, save_tokenizer
 from tests.published import publish_chat_model, smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
@@ -72,11 +72,8 @@ def write_hf_folder(folder, bos=None, **config):
     tokenizer.add_tokens(["\u0120the"])  # in the vocabulary, but not special
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
     tokenizer.enable_padding(length=8)
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
     eos = {"__type": "AddedToken", "content": "<|im_end|>"}
-    config = {"eos_token": eos, "bos_token": bos, "chat_template": TEMPLATE} | config
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    save_tokenizer(folder, tokenizer, **{"eos_token": eos, "bos_token": bos, "chat_template": TEMPLATE} | config)
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -103,9 +100,7 @@ def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_pat
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), *((char, -5.0) for char in "9<>/s")]
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = get_tokenizer(tmp_path)
+    tokenizer = save_tokenizer(tmp_path, backend, eos_token="</s>")
     assert [backend.id_to_token(i) for i in tokenizer.encode("<s>9</s>")] == list("<s>9</s>")
     assert tokenizer.encode("<s>9</s>", special=True) == [1, 4, 2]
     assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
@@ -130,9 +125,7 @@ def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     backend.decoder = tokenizers.decoders.Metaspace()
     backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = get_tokenizer(tmp_path)
+    tokenizer = save_tokenizer(tmp_path, backend, eos_token="</s>")
     text = prose(1, 20)
     words = text.split()
     prompt = tokenizer.encode(words[0])
@@ -226,12 +219,9 @@ def test_added_tokens_have_the_ids_of_transformers_in_texts_and_prompts(kind, tm
         options = ["special", "single_word", "lstrip", "rstrip", "normalized"]
         chosen = [{name: rng.random() < 0.4 for name in options} for _ in ADDED]
         tokenizer.add_tokens([tokenizers.AddedToken(text, **each) for text, each in zip(ADDED, chosen, strict=True)])
-        folder.mkdir()
-        tokenizer.save(str(folder / "tokenizer.json"))
         config = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": rng.choice([*known, "<think>"])}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        ours = save_tokenizer(folder, tokenizer, **config)
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        ours = get_tokenizer(folder)
         spelled = {tokenizer.token_to_id(token) for token in special[1:]}
         pieces = {tokenizer.token_to_id(token) for token in known} | spelled
         for _ in range(60):
@@ -355,10 +345,8 @@ def test_transformers_begins_texts_as_the_data_does(published, tmp_path):
     elif published == "sentencepiece":  # as Llama 2's: transformers builds its own from the vocabulary
         tokenizer = metaspace(["<unk>", "<s>", "</s>"])
         put_first("<s>", tokenizer)
-        name.mkdir()
-        tokenizer.save(str(name / "tokenizer.json"))
         config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-        (name / "tokenizer_config.json").write_text(json.dumps(config))
+        save_tokenizer(name, tokenizer, **config)
     elif published == "gpt2":
         write_files(name, small_encoding("gpt2").hf_files())
     else:
@@ -522,8 +510,7 @@ def test_a_published_folder_has_its_own_tokenizer_whatever_folders_it_holds(tmp_
 
 
 def test_a_tokenizer_that_cannot_write_all_text_says_so_when_data_is_made(tmp_path, capsys):
-    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    save_tokenizer(tmp_path, tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [])), eos_token="b")
     tokenizer_for_data(str(tmp_path))
     assert "cannot write é 漢 🦙: such text is lost" in capsys.readouterr().out
     tokenizer_for_data("bytes")
