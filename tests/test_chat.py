@@ -229,7 +229,7 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
     assert 257 not in encode_prompt(fenced, [{"role": "user", "content": "````` overlap"}])
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused():
+def test_a_template_that_rewrites_an_answer_or_begins_it_otherwise_is_refused():
     forgets = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
     tokenizer = byte_tokenizer(".", SPECIAL, template=forgets)
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
@@ -238,6 +238,9 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     tokenizer.chat_template = "{% if messages %}system: {% endif %}" + PLAIN  # differs without messages
     with pytest.raises(ValueError, match="message 1 differently"):
         render_answers(tokenizer, MESSAGES[2:])
+    tokenizer.chat_template = PLAIN.replace("'assistant:' if", "'assistant:<think>' if")  # writes no such thought
+    with pytest.raises(ValueError, match="message 2 differently when it is to be answered, by 'assistant:<think>'"):
+        render_answers(tokenizer, MESSAGES[1:3])
 
 
 def test_a_template_that_begins_another_answer_after_every_conversation_is_refused_and_answers_prompts():
@@ -638,12 +641,6 @@ def test_a_special_token_that_is_text_gets_no_blank_from_a_tokenizer_that_begins
     messages = [Q | {"content": "What is </s>?"}, A | {"content": "</s>\nends."}]
     ids, _ = encode_answers(tokenizer, render_answers(tokenizer, messages))
     assert tokenizer.decode(ids) == "user:What is </s>?\nassistant:</s>\nends.</s>\n" and ids.count(1) == 1
-
-
-def test_a_template_that_begins_answers_with_a_thought_that_it_does_not_write_says_so():
-    thinks = PLAIN.replace("'assistant:' if", "'assistant:<think>' if")
-    with pytest.raises(ValueError, match="message 2 differently when it is to be answered, by 'assistant:<think>'"):
-        render_answers(byte_tokenizer(".", SPECIAL, template=thinks), [Q, A])
 
 
 def test_copies_whose_messages_have_ids_share_a_split(written):

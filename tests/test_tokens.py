@@ -266,17 +266,13 @@ def test_a_small_file_is_read_and_a_large_one_a_pipe_a_device_or_an_lfs_pointer_
         read_small(tmp_path / "tokenizer.json")
 
 
-def test_a_file_system_without_locks_is_a_warning_and_a_lock_that_is_held_an_error(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
     def flock(file, flags):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSYS, "Function not implemented")  # as of a Lustre mounted without flock
 
     monkeypatch.setattr("fcntl.flock", flock)
-    number = errno.ENOSYS  # as of a Lustre mounted without flock
     toy_dataset(tmp_path)
     assert f"{tmp_path}/.lock cannot be locked (Function not implemented)" in capsys.readouterr().err
-    number = errno.EWOULDBLOCK
-    with pytest.raises(BlockingIOError, match="another prepare.py is writing"):
-        toy_dataset(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin.partial", ".lock"])
