@@ -67,21 +67,20 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     """
     if not (folder / "config.json").exists():  # published weights may hold folders of such names, too
         folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
-    meta = read_optional_json(folder, "meta.json")
-    config = read_optional_json(folder, "config.json") or read_optional_json(folder, BASE_CONFIG)
-    if not meta:
-        tokenizer = read_tokenizer(folder, read_files(folder, FILES), config.get("nanocria_tokenizer"), config)
-        set_doc_start(tokenizer, config)
+    if meta := read_optional_json(folder, "meta.json"):
+        meta = check_meta(meta, folder / "meta.json")
+        tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], meta)
+        tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
+        tokenizer.bos = meta.get("bos")
         return tokenizer
-    meta = check_meta(meta, folder / "meta.json")
-    tokenizer = read_tokenizer(folder, dataset_files(folder, meta), meta["tokenizer"], config)
-    tokenizer.eos = list(dict.fromkeys([*meta.get("eos", []), *tokenizer.eos]))
-    tokenizer.bos = meta.get("bos")
+    config = read_optional_json(folder, "config.json") or read_optional_json(folder, BASE_CONFIG)
+    tokenizer = read_tokenizer(folder, read_files(folder, FILES), config.get("nanocria_tokenizer"), config)
+    set_doc_start(tokenizer, config)
     return tokenizer
 
 
 def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, config: dict) -> Tokenizer:
-    """The tokenizer in these files of a folder, or the one of this name. config: the model's."""
+    """The tokenizer in these files of a folder, or the one of this name. config: the model's, or a data's meta.json."""
     if "tokenizer.json" in files:
         generation = optional_json(files, "generation_config.json", folder)
         eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None

@@ -322,6 +322,7 @@ def test_a_token_beyond_the_rows_of_the_weights_does_not_count_and_its_use_is_an
     tokenizer = get_tokenizer(tmp_path / "hf")
     documents = [("train", prose(0, 99)), ("val", prose(1, 99))]
     assert write_dataset(tmp_path / "data", documents, tokenizer)["vocab_size"] == 300
+    assert tokenizer_of(tmp_path / "data").n_vocab == 300, "more data with this tokenizer would not fit this"
     with pytest.raises(ValueError, match=r"the text has \[PAD\], token 300, but the weights have 300 rows"):
         write_dataset(tmp_path / "data", [*documents, ("train", "[PAD]")], tokenizer)
 
