@@ -613,7 +613,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_not_lost(reads, left_
         reads(template, row)
 
 
-def test_text_beside_calls_and_a_second_system_message_are_refused_if_a_template_leaves_them_out(reads):
+def test_text_beside_calls_second_calls_and_system_messages_are_refused_if_a_template_leaves_them_out(reads):
     calls = "{{ m.tool_calls[0].function.name + eos_token if m.tool_calls else m.content + eos_token }}"
     llama32 = "{% for m in messages %}" + calls + "{% endfor %}{{ '' if add_generation_prompt }}"
     assert reads(llama32, {"messages": CALLS})
@@ -621,6 +621,10 @@ def test_text_beside_calls_and_a_second_system_message_are_refused_if_a_template
     assert reads(QWEN, {"messages": beside}).count("Let me look.") == 1
     with pytest.raises(ValueError, match="leaves out message 2, of the role assistant, beside its tool_calls"):
         reads(llama32, {"messages": beside})
+    both = [ASKED, CALLED | {"tool_calls": CALLED["tool_calls"] * 2}, FOUND, ANSWERED]
+    assert reads(QWEN, {"messages": both}).count("<tool_call>") == 2
+    with pytest.raises(ValueError, match="the chat template leaves out tool call 2 of message 2"):
+        reads(llama32, {"messages": both})
     first = "{% for message in messages %}{% if message.role != 'system' or loop.first %}" + CHATML.split("%}", 1)[1]
     first = first.replace("{%- endfor %}", "{% endif %}{% endfor %}", 1)
     assert reads(first, {"messages": [SYSTEM, ASKED, ANSWERED]})

@@ -337,3 +337,7 @@ def test_fineweb_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
     meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
     assert meta["train_documents"] + meta["val_documents"] == 1999
     assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+    assert fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS) == meta
+    assert "left out" not in capsys.readouterr().out, "the finished shard was made again"
+    with pytest.raises(ValueError, match="row 1501"):
+        fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)

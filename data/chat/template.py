@@ -90,16 +90,37 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], variables: dict |
 
 
 def _refuse_loss(template: str, inputs: dict) -> None:
-    """ValueError if a template leaves a message's content out, and so a mark at its end."""
-    marked = [
-        m | {"content": f"{m['content']}{BREAK}{i}{BREAK}"} if m.get("content") else m
-        for i, m in enumerate(inputs["messages"], start=1)
-    ]
+    """ValueError if a template leaves out a message's content or one of its tool calls, and so a mark at its end."""
+    marked = [with_marks(message, i) for i, message in enumerate(inputs["messages"], start=1)]
     text = write(template, inputs | {"messages": marked})
     for i, message in enumerate(inputs["messages"], start=1):
-        if message.get("content") and f"{BREAK}{i}{BREAK}" not in text:
-            beside = ", beside its tool_calls" if message.get("tool_calls") else ""
+        calls = message.get("tool_calls") or []
+        if message.get("content") and mark(i) not in text:
+            beside = ", beside its tool_calls" if calls else ""
             raise ValueError(f"the chat template leaves out message {i}, of the role {message['role']}{beside}")
+        for j in range(len(calls)):
+            if mark(i, j) not in text:
+                raise ValueError(f"the chat template leaves out tool call {j + 1} of message {i}")
+
+
+def mark(*numbers: int) -> str:
+    return f"{BREAK}{numbers}{BREAK}"
+
+
+def with_marks(message: dict, i: int) -> dict:
+    """Message i with marks at the ends of its content and of the names of the functions that it calls."""
+    message = dict(message)
+    if message.get("content"):
+        message["content"] += mark(i)
+    if message.get("tool_calls"):
+        message["tool_calls"] = [with_mark(call, mark(i, j)) for j, call in enumerate(message["tool_calls"])]
+    return message
+
+
+def with_mark(call: dict, text: str) -> dict:
+    function = call.get("function", call)
+    function = function | {"name": f"{function.get('name')}{text}"}
+    return call | {"function": function} if "function" in call else function
 
 
 @functools.lru_cache(maxsize=8)  # once, not for each row

@@ -72,14 +72,17 @@ def read_documents(path: Path, field: str, val_fraction: float, bad: Bad) -> Ite
                 yield split_of(text, val_fraction), text
 
 
-def finished_shard(folder: Path, suffix: str, source: dict, itemsize: int) -> dict | None:
-    """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
+def finished_shard(folder: Path, suffix: str, source: dict, itemsize: int, strict: bool) -> dict | None:
+    """Return the counts of a shard that an earlier run completed from the same `source`, else None.
+
+    strict: not of one that --errors skip left something out of.
+    """
     try:
         record = read_json(folder / f"shard{suffix}.json")
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
     except (OSError, ValueError):
         return None
-    is_same = record.get("source") == source
+    is_same = record.get("source") == source and not (strict and record.get("left_out"))
     is_whole = is_same and all(sizes[split] == record["counts"][split]["tokens"] * itemsize for split in SPLITS)
     return record["counts"] if is_whole else None
 
@@ -109,15 +112,16 @@ def prepare(
             source |= {"tokenizer": encoding.name, "bos": encoding.bos}
             if input is not None:  # it may have been changed since
                 source["mtime_ns"] = Path(name).stat().st_mtime_ns
-            counts = finished_shard(folder, suffix, source, token_dtype(encoding.n_vocab).itemsize)
+            counts = finished_shard(folder, suffix, source, token_dtype(encoding.n_vocab).itemsize, bad.strict)
             if counts is None:
                 record = folder / f"shard{suffix}.json"
                 record.unlink(missing_ok=True)
                 path = Path(name if input else download(name))
+                n_before = bad.n
                 documents = read_documents(path, field, val_fraction, bad)
                 progress = command.Progress(f"{number + 1}/{len(files)} {path.name} ")
                 counts = write_tokens(folder, documents, encoding, suffix, workers, progress)
-                write_json(record, {"source": source, "counts": counts})
+                write_json(record, {"source": source, "counts": counts, "left_out": bad.n - n_before})
             shards[suffix] = counts
         if not any(counts["val"]["documents"] for counts in shards.values()):
             raise ValueError("no document is for validation: give more files, or a larger --val_fraction")
