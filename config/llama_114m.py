@@ -12,7 +12,8 @@ n_head = 12
 n_kv_head = 4
 n_embd = 768
 ffn_dim = 2048
-vocab_size = 50304  # gpt2's 50,257, rounded up to a multiple of 64: matmuls of odd widths are slower
+# gpt2's 50,257, rounded up to a multiple of 64: matmuls of odd widths are slower. Another tokenizer: --vocab_size=none
+vocab_size = 50304
 tie_embeddings = True
 rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
 

@@ -9,7 +9,8 @@ dataset = "chat"
 mask_documents = True  # a block holds several conversations, each of which attends only to itself
 
 # Small steps, so that a few hundred conversations make enough of them; with tens of thousands --batch_size=8 is faster.
-# With fewer, shorten them: 60 short conversations, 3,848 tokens, make 6 steps, and with --block_size=256 54.
+# With very few, make the steps even smaller: 60 short conversations, 3,848 tokens in all, make 6 steps in three epochs,
+# or 54 with --block_size=256.
 # The log's header says how many tokens are targets. Conversations longer than block_size are cut off; it counts them.
 batch_size = 1
 block_size = 2048
