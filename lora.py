@@ -35,7 +35,7 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
 
     alpha: adapters are scaled by alpha / rank. quantize_base: of the frozen projections, 'nf4', or 'none' to keep their
     dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
-    dtype; init_weights initialises them. ValueError for shapes that NF4 cannot hold.
+    dtype; init_weights initializes them. ValueError for shapes that NF4 cannot hold.
     """
     model.requires_grad_(False)
 
@@ -48,7 +48,7 @@ def add_lora(model: Llama, rank: int, alpha: float, quantize_base: str = "none")
 def merge_lora(model: Llama) -> None:
     """Turns a model with adapters, whole on one device, into a plain one: each weight is W + (α/r) B A, rounded once.
 
-    W in NF4 or float8 is dequantised first: the adapters were trained on those values.
+    W in NF4 or float8 is dequantized first: the adapters were trained on those values.
     """
 
     def merged(projection: Linear) -> Linear:

@@ -218,7 +218,7 @@ class Block(nn.Module):
             x = x + attn(attn_norm(x))
             x = x + mlp(mlp_norm(x))
 
-        for_backward: the values of the results do not matter, only their graph: delta is returned uninitialised.
+        for_backward: the values of the results do not matter, only their graph: delta is returned uninitialized.
         """
         ops = self.how.ops
         chunks = self.how.chunks_of_mlp(x.shape[:-1].numel(), x.shape[-1])
@@ -361,10 +361,10 @@ class Llama(nn.Module):
         Each parameter draws from its own generator, seeded by its name: so a model sharded over any number of ranks
         starts from the same weights, and no rank ever holds more than one whole parameter. device: where to draw the
         numbers (a GPU draws different ones); None: the parameter's. NotImplementedError for anything else: a bias or a
-        buffer. Buffers are uninitialised after to_empty and are not saved, so compute such values in forward.
+        buffer. Buffers are uninitialized after to_empty and are not saved, so compute such values in forward.
         """
         for name, _ in self.named_buffers():
-            raise NotImplementedError(f"init_weights of model.py does not know how to initialise the buffer {name}")
+            raise NotImplementedError(f"init_weights of model.py does not know how to initialize the buffer {name}")
         for name, parameter in self.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -372,7 +372,7 @@ class Llama(nn.Module):
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             if parameter.ndim == 1:
-                raise NotImplementedError(f"init_weights of model.py does not know how to initialise {name}")
+                raise NotImplementedError(f"init_weights of model.py does not know how to initialize {name}")
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if writes_residual else 0.02
             generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))

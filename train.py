@@ -4,7 +4,7 @@ Any machine:        python train.py config/baby_llama.py
 One GPU:            python train.py config/llama32_1b.py      # of 40 GB; README.md has a table for others
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
 
-The same command again resumes from the newest checkpoint. Each setting below is also a flag (--help) and a config's.
+The same command again resumes from the newest checkpoint. A flag (--help) or a config file changes a setting below.
 """
 
 import functools

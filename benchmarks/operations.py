@@ -236,7 +236,7 @@ OPERATIONS["cross_entropy"] = Operation(
 
 
 def loss_inputs(size, options):
-    """Logits of deviation 0.9, as in an initialised Llama 3.2 1B. cut-cross-entropy skips improbable tokens: on
+    """Logits of deviation 0.9, as in an initialized Llama 3.2 1B. cut-cross-entropy skips improbable tokens: on
     an H200 it takes 1.7 times as long as the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3."""
     n_tokens, n_embd, n_vocab = size
     x = torch.randn(n_tokens, n_embd, **options)

@@ -360,7 +360,7 @@ def galore_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def hf_liger_lora(c: LlamaConfig, checkpointing: str, device, nf4=False):
-    """hf with liger, frozen in bfloat16, or bitsandbytes' NF4 with double quantisation, and peft's adapters of rank 16
+    """hf with liger, frozen in bfloat16, or bitsandbytes' NF4 with double quantization, and peft's adapters of rank 16
     on its seven projections, in float32 under autocast, peft's default."""
     model, _ = hf_model(c, checkpointing, device, liger="all")
     if nf4:
@@ -418,7 +418,7 @@ def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
                     child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, device="meta"
                 )
                 packed.weight = bitsandbytes.nn.Params4bit(
-                    child.weight.detach().cpu(),  # quantised on its way to the GPU
+                    child.weight.detach().cpu(),  # quantized on its way to the GPU
                     requires_grad=False, quant_type="nf4", compress_statistics=True,
                 )  # fmt: skip
                 setattr(module, name, packed.to(device))

@@ -31,7 +31,7 @@ def use_side_stream() -> None:
 
 
 def quantiles(values: list[float]) -> list[float]:
-    """The 20%, 50% and 80% quantiles, interpolated between neighbours."""
+    """The 20%, 50% and 80% quantiles, interpolated between neighbors."""
     fifths = statistics.quantiles(values, n=5, method="inclusive")
     return [fifths[0], statistics.median(values), fifths[3]]
 

@@ -1,6 +1,6 @@
 # A Llama of GPT-2's size: 114 million parameters, from scratch on 2.5 billion tokens of FineWeb-Edu.
 #   pip install pyarrow huggingface_hub
-#   python data/fineweb_edu/prepare.py --max_files 4    # downloads 8 GB, writes 6; GPT-2's tokenizer needs no licence
+#   python data/fineweb_edu/prepare.py --max_files 4    # downloads 8 GB, writes 6; GPT-2's tokenizer needs no license
 #   python train.py config/llama_114m.py                # one GPU of 12 GB or more
 #   python sample.py --out_dir=out/llama_114m --prompt="The moon"
 out_dir = "out/llama_114m"

@@ -2,7 +2,7 @@
 
     m, v = map[codes] · absmax of their block
     m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²      w = w − lr · (λ w + m̂ / (√v̂ + ε))      as in adamw.py
-    codes, absmax of m, v = quantised again, after w has moved by the exact ones
+    codes, absmax of m, v = quantized again, after w has moved by the exact ones
 
 So the state of a bf16 parameter is the lower half of its w and two codes, 4.03 bytes instead of 10 (adamw.py explains
 the halves and the step scalars). Only absmax stays in fp32 between steps, and one kernel does it all: a program holds

@@ -2,6 +2,8 @@
 
     y = softmax(q kᵀ / sqrt(D)) v        row t of q sees rows 0 .. t of k and v; with document starts, from there on
 
+With document starts it is always ours: PyTorch's does not support them.
+
 On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
 its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
 times both). PyTorch before 2.11 would choose flash attention 2; on Hopper and later cuDNN is about 1.5 times as fast.

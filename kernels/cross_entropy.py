@@ -10,9 +10,9 @@ loss was multiplied by something on the way: then backward computes it from the 
 Bytes for N rows of V 2-byte logits: the loss alone 2NV (one read), with the gradient 4NV (one read, one write).
 On one H200, where a copy of as many bytes is 100%: the loss alone 82-95%, with the gradient 72-76%.
 
-How a row is read: each thread takes 8 neighbouring logits (16 bytes) at a time and keeps a maximum and a sum of its
+How a row is read: each thread takes 8 neighboring logits (16 bytes) at a time and keeps a maximum and a sum of its
 own, rescaled whenever the maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
-Threads synchronise once per row, when these are merged.
+Threads synchronize once per row, when these are merged.
 
 A row whose target is -100 is ignored and not read. A target outside [0, V) is a bug in the data: its row touches no
 memory outside itself, and its loss and gradient are NaN, so that no training run can miss it.
@@ -179,7 +179,7 @@ def _gradient_kernel(
 def launch_constants(logits, n_readable, warps):
     warps = min(warps, 16) if n_readable < 65536 else warps
     warps = max(1, min(warps, triton.next_power_of_2(n_readable) // 512))
-    # Unaligned rows cannot be read 8 elements at a time: there neighbouring threads read neighbouring elements.
+    # Unaligned rows cannot be read 8 elements at a time: there neighboring threads read neighboring elements.
     width = 8 if logits.stride(0) % 8 == 0 and n_readable % 8 == 0 else 1
     # 32 registers per thread let two programs of 32 warps share a multiprocessor.
     constants = {"THREADS": 32 * warps, "WIDTH": width, "num_warps": warps}

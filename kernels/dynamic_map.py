@@ -7,7 +7,7 @@ The map has seven decades, each with twice as many values as the one below it. D
 linspace(0.1, 1, 2^i + 1), times 10^(i − 6), and their negatives; an unsigned map holds twice as many. With 0 and 1 that
 makes 256: 1.4% of the largest apart at the top (unsigned 0.7%), and still two values below a millionth of it.
 
-How code is found without a search: bounds lie between neighbouring values of the map, and the upper 16 bits of a
+How code is found without a search: bounds lie between neighboring values of the map, and the upper 16 bits of a
 float32 cut the number line into cells of 0.4 to 0.8%, none of which holds two bounds. A table entry has the code at its
 cell's start in the upper half; its lower half, added to the lower 16 bits of a number beyond the bound, carries into
 the upper one:
@@ -16,7 +16,7 @@ the upper one:
 
 One load and a few integer operations, no branch, and exact. A binary search of the map would load eight times.
 
-Bytes for n fp32 values: quantising moves 5n (read 4, write 1), plus 4 per block.
+Bytes for n fp32 values: quantizing moves 5n (read 4, write 1), plus 4 per block.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
@@ -44,7 +44,7 @@ def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> torch.Tenso
 
 
 def bounds(values: torch.Tensor) -> torch.Tensor:
-    """The midpoints between neighbours of a sorted map: above bounds[i], values[i + 1] is nearer; on it, values[i]."""
+    """The midpoints between neighbors of a sorted map: above bounds[i], values[i + 1] is nearer; on it, values[i]."""
     return (values[:-1] + values[1:]) / 2
 
 

@@ -49,7 +49,7 @@ HEAD_SIZES = (16, 32, 64, 128)
 # D = 64, 4 x 4096 at D = 128. In all but dq at D = 128, two to four programs share a multiprocessor, and that decides:
 # Triton makes a program wait for its matmul before the exponentials, so meanwhile the tensor cores need another
 # program's. (If the next block's scores are requested before this one's exponentials, Triton 3.6 copies their
-# accumulators at the end of the loop before waiting for them: ptxas then serialises every matmul, warning C7514.)
+# accumulators at the end of the loop before waiting for them: ptxas then serializes every matmul, warning C7514.)
 # BLOCK_M is at least 32: TMA needs 128 bytes, even of lse and delta, which have one fp32 per query.
 CONSTANTS = {
     "fwd": {64: (128, 128, 8, 3, 128), 128: (128, 64, 4, 2, None)},
@@ -263,7 +263,7 @@ def _blocks(kernel, q):
 
 
 def _one_per_query(q):
-    """An uninitialised fp32 (B, T, H), fp64 for fp64, laid out (B, H, T) with each head's row padded to 16 bytes."""
+    """An uninitialized fp32 (B, T, H), fp64 for fp64, laid out (B, H, T) with each head's row padded to 16 bytes."""
     n_batch, n_time, n_head, _ = q.shape
     padded = torch.empty(n_batch, n_head, triton.cdiv(n_time, 4) * 4, dtype=compute_dtype(q), device=q.device)
     return padded[:, :, :n_time].transpose(1, 2)

@@ -96,7 +96,7 @@ def _quantize_kernel(x_ptr, factors_ptr, out_ptr, scales_ptr, n_cols, FACTORS: t
 
 
 def empty_rows(shape, like: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Uninitialised (..., C): float8 and fp32 scales (N, 1) of its N rows, or the dtype of `like` and no scales."""
+    """Uninitialized (..., C): float8 and fp32 scales (N, 1) of its N rows, or the dtype of `like` and no scales."""
     out = torch.empty(shape, dtype=FLOAT8 if float8 else like.dtype, device=like.device)
     scales = torch.empty(as_rows(out).shape[0], 1, dtype=torch.float32, device=like.device) if float8 else None
     return out, scales

@@ -154,7 +154,7 @@ def sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @torch.library.custom_op("nanocria::accumulate", mutates_args=("total",))
 def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """total (fp32, or fp64 for fp64) = a @ b, plus its previous value unless this is the first of several."""
-    beta = 0 if first else 1  # with 0 the uninitialised total is never read
+    beta = 0 if first else 1  # with 0 the uninitialized total is never read
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif a.is_cuda:

@@ -104,7 +104,7 @@ def weight_gradient(dy, x, total=None, first=True):
 
 
 def new_sums(tensors, needed, dtype):
-    """Uninitialised memory for the sums of weight_gradients over chunks; None if not needed."""
+    """Uninitialized memory for the sums of weight_gradients over chunks; None if not needed."""
     return [
         torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need else None
         for tensor, need in zip(tensors, needed, strict=True)

@@ -1,4 +1,4 @@
-"""NF4: four bits per weight, with 8-bit scales, bit for bit as in bitsandbytes ("double quantisation").
+"""NF4: four bits per weight, with 8-bit scales, bit for bit as in bitsandbytes ("double quantization").
 
     block of 64 weights      absmax = max |w|      code = the nearest of 16 values to w · (1 / absmax)
     all absmax               offset = their mean   absmax − offset in 8 bits, blocks of 256 (dynamic_map.py)
@@ -9,7 +9,7 @@ elements of the flat weight are in the high half of a byte. The scale is rounded
 sum. A block of zeros stays zero. One NaN makes the whole weight NaN, through the mean.
 
 Bytes for n bf16 weights: 0.516n held (4 bits; 8 for each 64; 32 for each 16,384). Reading back moves 2.516n (read
-codes, scales, write w). On one H200, where a copy of as many bytes is 100%: forward 81-90%. Weights are quantised once,
+codes, scales, write w). On one H200, where a copy of as many bytes is 100%: forward 81-90%. Weights are quantized once,
 when they are loaded: plain PyTorch does that.
 
 Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://arxiv.org/abs/2305.14314

@@ -3,7 +3,7 @@
     forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        backward    dx = dy W + s (dy B) A        dA, dB as in lora_linear.py
 
 W is read back from NF4 in x's dtype right before each of its two matmuls and freed after it: all projections reuse the
-memory that the allocator keeps from the largest. Each packed matrix (q, k and v; gate and up) is quantised by itself:
+memory that the allocator keeps from the largest. Each packed matrix (q, k and v; gate and up) is quantized by itself:
 so the base is bit for bit the one that transformers reads with bitsandbytes, and adapters trained here fit it there.
 
 Bytes for n weights: 0.516n held, and 2.516n moved before each matmul.

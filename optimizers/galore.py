@@ -5,7 +5,7 @@
 The columns of Q (C, r) are the leading right singular vectors of the gradient G (O, C) of one published matrix (q, k,
 v, gate and up each by itself), renewed every `interval` updates. They come from subspace iteration, which starts
 from the last Q (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small
-factorisations; a full SVD of 8B's matrices would take minutes.
+factorizations; a full SVD of 8B's matrices would take minutes.
 
 √(C / r) makes N Qᵀ (r numbers of about 1 in C directions) as long as AdamW's step: so learning rate and weight decay
 are AdamW's. (The paper leaves it out, with a scale of 0.25 and a learning rate of 0.01.)

@@ -1,4 +1,4 @@
-"""Muon for the blocks' matrices: the step is the orthogonalised momentum.
+"""Muon for the blocks' matrices: the step is the orthogonalized momentum.
 
     m = β m + (1 − β) g      u = (1 − β) g + β m                                                     Nesterov
     O = U Vᵀ of u = U S Vᵀ, about: five times X = a X + (b X Xᵀ + c (X Xᵀ)²) X from X = u / ‖u‖      Polar Express
@@ -8,7 +8,7 @@ q, k, v, gate and up count as separate matrices. State: m in float32, 4 bytes pe
 Embedding, head and norms keep AdamW, at twice the matrices' learning rate.
 
 Under FSDP each rank holds some rows of each matrix. In each round every rank owns some matrices: one all-to-all brings
-it their rows, it orthogonalises them whole, another sends the rows of O back. While it computes one round, the rows of
+it their rows, it orthogonalizes them whole, another sends the rows of O back. While it computes one round, the rows of
 the next are in flight. So the ranks share the work, and compute what one rank would.
 
 Jordan et al., Muon, 2024. https://kellerjordan.github.io/posts/muon
@@ -35,7 +35,7 @@ POLAR_EXPRESS = (
     (3.2858, -2.3681, 0.4645),
     (2.3465, -1.7098, 0.4232),
 )
-ROUND_ELEMENTS = 2**25  # that a rank orthogonalises in a round: ten layers' gate and up of 114M, one layer's of 1B
+ROUND_ELEMENTS = 2**25  # that a rank orthogonalizes in a round: ten layers' gate and up of 114M, one layer's of 1B
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Muon(MatrixRule):
             owned = max(1, min(-(-len(kind) // n_ranks), ROUND_ELEMENTS // kind[0].shape.numel()))  # matrices per rank
             n = n_ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, n_ranks, ranks) for i in range(0, len(kind), n)]
-        for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalised, i - 2 received
+        for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalized, i - 2 received
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
                 next(a_round, None)
 

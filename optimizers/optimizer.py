@@ -38,7 +38,7 @@ class Optimizer:
     cpu_weights: dict[str, torch.Tensor] = {}  # by name, the weights that runtime/stream_weights.py keeps on the CPU
 
     def __init__(self, model: nn.Module, rule: Rule, grad_clip: float = 0.0, scales_loss: bool = False):
-        """Create it after initialising the weights: masters start as copies of them, states as zeros.
+        """Create it after initializing the weights: masters start as copies of them, states as zeros.
 
         grad_clip: the largest norm of the gradients; 0 disables clipping. scales_loss: for float16.
         """

@@ -3,7 +3,7 @@
     R = β₂ R + (1 − β₂) GᵀG        of each matrix's gradient G (rows, columns): which columns move together
     Q ← qr(R Q)                    every `interval` updates: power iteration to R's eigenvectors
     V = β₂ V + (1 − β₂) (G Q)²     Adam's second moment, in that basis
-    u ← (u Q / √V) Qᵀ              then NorMuon orthogonalises u
+    u ← (u Q / √V) Qᵀ              then NorMuon orthogonalizes u
 
 Muon alone takes every singular vector of one momentum equally far. The statistics of many steps say which of them are
 noise. That helps much with batches of 524,288 tokens and not with 2,048 (docs/log.md).
@@ -22,7 +22,7 @@ import torch
 from optimizers.normuon import NorMuon
 from optimizers.rule import local_rows, matmul_parts
 
-WIDEST = 4096  # columns: of wider matrices the factorisation takes too long, and R and Q too many bytes
+WIDEST = 4096  # columns: of wider matrices the factorization takes too long, and R and Q too many bytes
 DAMPING = 1e-2  # added to R's eigenvalues, times their mean
 EPS = 1e-3  # added to √V, times its root mean square in the row
 

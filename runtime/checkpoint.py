@@ -427,10 +427,10 @@ def read_base(
     folder: Folder, model: Llama, dtype: torch.dtype | None = None, cpu_weights: dict[str, torch.Tensor] | None = None
 ) -> None:
     """Fill the frozen weights of a model with adapters from a folder. Every rank must call it. Raises ValueError,
-    OSError. dtype: the dtype to quantise from, in which the adapters were trained; None: the model's.
+    OSError. dtype: the dtype to quantize from, in which the adapters were trained; None: the model's.
     cpu_weights: where streamed weights are kept.
 
-    For NF4 and float8 each rank quantises the whole projections one at a time and keeps its rows: so the bits are those
+    For NF4 and float8 each rank quantizes the whole projections one at a time and keeps its rows: so the bits are those
     of a single rank, and no device ever holds more than one whole projection of the base.
     """
     adapted = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, LoRALinear)}

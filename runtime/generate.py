@@ -4,7 +4,7 @@
         ...                                                       # one id per row; None once a row has ended
 
 Rows of different lengths start at the left of their caches and are padded on the right: causal attention never sees
-the padding, and the next token overwrites it. So a row's text does not depend on its neighbours.
+the padding, and the next token overwrites it. So a row's text does not depend on its neighbors.
 """
 
 import json

@@ -98,7 +98,7 @@ class RunLog:
         self.line_began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
-        """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
+        """Model FLOPs utilization: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
     def header(self, model: Llama, run: RunShape, data: Blocks, n_sequences: int) -> None:

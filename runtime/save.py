@@ -177,7 +177,7 @@ class Saver:
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
+    """An uninitialized copy on the CPU, pinned if x is on a GPU, sharded like x."""
     if not local(x).is_cuda:
         return torch.empty_like(x, device="cpu")
     return shard_like(x, pinned_empty(local(x).shape, x.dtype))

@@ -98,7 +98,7 @@ CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 16691
 def compile_for(*cards):
     """Compiles the operations' kernels for other GPUs; fails if one does not fit there or fuses a multiply-add.
 
-    Triton needs no GPU for this, only a driver that names one. Nothing runs: results are uninitialised memory.
+    Triton needs no GPU for this, only a driver that names one. Nothing runs: results are uninitialized memory.
     """
     launch = triton.runtime.jit.JITFunction.run
     for device, card in enumerate(cards):

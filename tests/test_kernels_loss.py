@@ -103,7 +103,7 @@ def test_a_target_out_of_range_makes_the_loss_nan_and_touches_no_other_row(loss,
     value, gradient = run(loss, (logits,), (targets,), ONE)
     others = torch.arange(len(targets), device=DEVICE) != 5
     assert value.isnan() and gradient[5].isnan().any(), f"loss {value}"
-    assert torch.equal(gradient[others], clean[others]), "a neighbour's gradient changed"
+    assert torch.equal(gradient[others], clean[others]), "a neighbor's gradient changed"
 
 
 @pytest.mark.parametrize("size", [1e4, 5e9])

@@ -128,7 +128,7 @@ def build(config, run):
         fully_shard(model, reshard_after_forward=False, **options)
     model.to_empty(device="cpu")
     for p in model.parameters():
-        if not p.requires_grad:  # frozen weights are read, not initialised
+        if not p.requires_grad:  # frozen weights are read, not initialized
             local(p.detach()).fill_(0)
     model.init_weights(seed=1)
     return model

@@ -45,7 +45,7 @@ def test_each_part_has_its_share_of_every_beginning_of_the_run_and_reads_on_wher
 
 
 def test_a_mix_reads_the_sequences_of_its_parts_in_the_order_that_each_has_alone(parts):
-    mix, _ = open_dataset(mix_of(parts, small=6, capital=2), 32, seed=3)  # weights, normalised
+    mix, _ = open_dataset(mix_of(parts, small=6, capital=2), 32, seed=3)  # weights, normalized
     assert list(mix.shares.values()) == [0.75, 0.25]
     sequences = mix.sequences(0, 2000)
     is_small = (sequences >= ord("a")).sum(1) > (sequences < ord("a")).sum(1)

@@ -250,10 +250,10 @@ def test_init_weights_draws_the_same_normal_numbers_for_every_dtype():
 def test_init_weights_refuses_parameters_it_does_not_know():
     model = build()
     model.value = torch.nn.Linear(4, 1)
-    with pytest.raises(NotImplementedError, match="does not know how to initialise value.bias"):
+    with pytest.raises(NotImplementedError, match="does not know how to initialize value.bias"):
         model.init_weights(1)
     model.value.register_buffer("mean", torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="does not know how to initialise the buffer value.mean"):
+    with pytest.raises(NotImplementedError, match="does not know how to initialize the buffer value.mean"):
         model.init_weights(1)
 
 

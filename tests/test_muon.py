@@ -36,7 +36,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
 
 
 class Exact:
-    """One matrix in float64, orthogonalised through its singular values."""
+    """One matrix in float64, orthogonalized through its singular values."""
 
     def __init__(self, w, rule):
         self.w = w.double()
@@ -146,7 +146,7 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     train_on_random_gradients(ours, optimizer, watch)
     for name in names:
         mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in models)
-        assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
+        assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalizes in bfloat16"
 
 
 def test_a_model_without_layers_is_refused_not_left_to_adamw():

@@ -6,9 +6,10 @@ Makes train.bin (about 9 MB of source, 3 million tokens) and val.bin (0.5 MB) in
 with a tokenizer of 2,048 tokens that it learns from the training files. train.py runs it by itself when a config asks
 for pystdlib and the files are missing.
 
-Each file is a document. Tests, which Debian's and slim Pythons lack, and two packages of generated tables are skipped:
-the rest is 9 to 10 MB in each of Python 3.11, 3.12 and 3.13, and about equally hard to compress, so losses are
-comparable everywhere. (The tests would add 19 MB of much more repetitive text.)
+Each file is a document. Tests, which Debian's and slim Pythons lack, and two packages of generated tables are skipped.
+The rest is 9 to 10 MB in Python 3.11, 3.12 and 3.13, 7 to 9 MB in Debian's, which lack Tkinter and IDLE, and about
+equally hard to compress. So losses of two Pythons are close, but not the same. (The tests would add 19 MB of much more
+repetitive text.)
 """
 
 import contextlib
