@@ -34,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from data.files import how_to_fetch, read_json, refuse_lfs_pointer
+from data.loader import dataset_parts
 from data.meta import check_meta
 from data.tokenizer import published_name
 from kernels import LoRALinear
@@ -109,7 +110,10 @@ def newest(out_dir: str | Path) -> Path | None:
 
 
 def best_of(paths: list[Path]) -> Path | None:
-    """The checkpoint of the lowest loss on the newest one's validation data, by run.json. None if there is no loss."""
+    """The checkpoint of the lowest loss on the newest one's validation data, by run.json. None if there is no loss.
+
+    Other data, shares of a mix or blocks have another loss with the same weights.
+    """
     losses = {}
     data = None
     for path in reversed(paths):
@@ -117,7 +121,8 @@ def best_of(paths: list[Path]) -> Path | None:
             run = read_run(path) or {}
             if run.get("val_loss") is None:  # a signal interrupted the evaluation
                 continue
-            evaluated = run["dataset"].get("val_sha256")
+            shares = list(dataset_parts(run["settings"]["dataset"]).values())
+            evaluated = run["dataset"].get("val_sha256"), shares, run["settings"]["block_size"]
             data = data or evaluated
             if evaluated == data:
                 losses[path] = run["val_loss"]

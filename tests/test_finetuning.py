@@ -166,6 +166,18 @@ def test_a_checkpoint_without_a_loss_or_with_a_damaged_one_is_not_the_best(train
     assert best_of(paths) == paths[3], "losses on other data say nothing"
 
 
+def test_losses_of_other_shares_of_a_mix_or_of_other_blocks_do_not_make_the_best(train, tmp_path, text_data, few):
+    """The loss of an easy mix would stay the lowest for ever, and its checkpoint the best."""
+    train(eval_interval=2, keep_last=9)
+    paths = [tmp_path / f"out/step_00000{step}" for step in (2, 4, 6, 8)]
+    mixes = [f"{text_data}:{weight},{few}:1" for weight in (9, 1)]
+    changes = ({"dataset": mixes[0]}, {"dataset": mixes[1], "block_size": 16}, {"dataset": mixes[1]})
+    settings = read_run(paths[3])["settings"]
+    for path, val_loss, changed in zip(paths, (0.1, 0.2, 0.4, 0.5), (*changes, changes[2]), strict=True):
+        edit_run(path, val_loss=val_loss, settings=settings | changed)
+    assert best_of(paths) == paths[2] and best_of(paths[:2]) == paths[1] and best_of(paths[:1]) == paths[0]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A sample after each evaluation
 
