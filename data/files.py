@@ -84,9 +84,14 @@ def parse_object(content: bytes, path: Path) -> dict:
     return value
 
 
+def finite(content: dict) -> dict:
+    """What JSON can hold of it: null for numbers that are not finite."""
+    return json.loads(json.dumps(content), parse_constant=lambda _: None)
+
+
 def write_json(path: Path, content: dict) -> None:
     with atomic_write(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        file.write((json.dumps(finite(content), indent=2) + "\n").encode())
 
 
 def display_path(path: Path) -> str:

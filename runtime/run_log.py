@@ -16,7 +16,7 @@ from time import perf_counter, time
 
 import torch
 
-from data.files import atomic_write, display_path, open_to_write, write_json
+from data.files import atomic_write, display_path, finite, open_to_write, write_json
 from data.loader import Blocks
 from data.tokenizer import ROOT
 from model import Llama
@@ -188,6 +188,7 @@ class RunLog:
     def record(self, metrics: dict) -> None:
         if not self.file:  # another rank, or eval_only, which writes nothing
             return
+        metrics = finite(metrics)
         try:
             self.file.write(json.dumps(metrics).encode() + b"\n")
         except OSError as error:  # a full disk: training goes on
@@ -258,9 +259,8 @@ class RunLog:
             f"| eta {eta // 3600}h{eta % 3600 // 60:02d}m{eta % 60:02d}s"
         )
         self.curve.append((step, self.train_seconds, means["loss"]))
-        finite = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}  # JSON has no inf
         self.record(
-            {"step": step, "lr": lr, **finite, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
+            {"step": step, "lr": lr, **means, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
              "mem_gib": self.peak_gib, "data_ms": data_ms, "time": time()}
         )  # fmt: skip
         if not math.isfinite(means["loss"] + means["grad_norm"]):

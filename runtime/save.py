@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.files import atomic_write, lock, open_to_write
+from data.files import atomic_write, finite, lock, open_to_write
 from kernels.adamw import split_halves
 from kernels.pinned_memory import pinned_empty
 from model import LlamaConfig
@@ -256,9 +256,9 @@ def write_folder(
 
 
 def _run_json(run: dict) -> bytes:
-    finite = json.loads(json.dumps(run), parse_constant=lambda _: None)  # NaN is not JSON
-    finite["digest"] = digest_of_run(finite)
-    return json.dumps(finite, indent=2).encode() + b"\n"
+    run = finite(run)
+    run["digest"] = digest_of_run(run)
+    return json.dumps(run, indent=2).encode() + b"\n"
 
 
 def add_val_loss(folder: Path, val_loss: float | None) -> None:

@@ -125,6 +125,18 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
 
 
+def test_what_is_not_finite_is_null_in_the_metrics_and_the_summary(train, tmp_path, monkeypatch):
+    """Other readers of JSON refuse NaN and Infinity."""
+    evaluation = run_log.RunLog.evaluation
+    monkeypatch.setattr(
+        run_log.RunLog, "evaluation", lambda log, step, _, *more: evaluation(log, step, [math.nan], *more)
+    )
+    train()
+    texts = [(tmp_path / "out" / name).read_text() for name in ("metrics.jsonl", "summary.json")]
+    assert not any("NaN" in text for text in texts) and '"val_loss": null' in texts[1]
+    assert [line["val_loss"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [None, None]
+
+
 def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, monkeypatch, capsys):
     wandb = mock.Mock()
     wandb.init.return_value.id = "a1b2"
