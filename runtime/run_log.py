@@ -1,6 +1,7 @@
 """The log of a run: lines on the screen, metrics.jsonl, wandb, loss.png, and at the end summary.json. Rank 0 writes."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -189,8 +190,12 @@ class RunLog:
         if not self.file:  # another rank, or eval_only, which writes nothing
             return
         metrics = finite(metrics)
+        line = json.dumps(metrics).encode() + b"\n"
         try:
-            self.file.write(json.dumps(metrics).encode() + b"\n")
+            written = self.file.write(line)
+            if written < len(line):  # the disk is full now: else the next line would continue this one
+                self.file.truncate(self.file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk: training goes on
             print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:

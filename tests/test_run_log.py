@@ -1,5 +1,6 @@
 """What a run prints and records."""
 
+import io
 import json
 import math
 import re
@@ -167,6 +168,23 @@ def test_a_full_disk_stops_neither_the_log_nor_its_end(tmp_path, capsys, monkeyp
     log.record({"step": 1})
     assert "/dev/full: No space left on device" in capsys.readouterr().out
     log.close()
+
+
+def test_a_line_that_a_full_disk_takes_a_part_of_does_not_spoil_the_next_one(tmp_path, capsys, monkeypatch):
+    room = [99, 5, 99]
+
+    class Disk(io.FileIO):
+        def write(self, line):
+            return super().write(line[: room.pop(0)])
+
+    monkeypatch.setattr(run_log, "open_to_write", lambda path, mode, buffering: Disk(path, mode))
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    log.open(0, None, None)
+    for step in range(3):
+        log.record({"step": step})
+    log.close()
+    assert metrics(tmp_path) == [{"step": 0}, {"step": 2}]
+    assert capsys.readouterr().out.count("metrics.jsonl: No space left on device\n") == 1
 
 
 def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
