@@ -58,7 +58,7 @@ CASES = [(FP32, (4, 1), 16), (FP64, (2, 1), 128), (FP16, (2, 2), 64), (BF16, (8,
 
 @pytest.mark.parametrize("n_time, dtype, heads, head_dim", [
     *((70, *case) for case in CASES),
-    *((n_time, FP32, (2, 1), 16) for n_time in (31, 32)),  # test_kernels.py has others
+    *((n_time, FP32, (2, 1), 16) for n_time in (31, 32, 100)),  # test_kernels.py has others
 ], ids=str)  # fmt: skip
 def test_forward_and_every_gradient_match_float64(n_time, dtype, heads, head_dim):
     assert_exact(DOCUMENTS["documents"], n_time, heads, head_dim, dtype)

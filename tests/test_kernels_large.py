@@ -10,6 +10,7 @@ from kernels.fp8_linear import quantize
 from test_kernels import (
     BF16,
     DEVICE,
+    FP32,
     HAS_GPU,
     OPERATIONS,
     ROW_OPERATIONS,
@@ -25,6 +26,7 @@ from test_kernels import (
     run,
 )
 
+scaled = torch.ops.nanocria.scaled  # of linear_cross_entropy.py
 WIDTH = 65536
 N_ROWS = 2**31 // WIDTH + 1300  # so that rope's queries alone, 62 of 64 heads, pass 2³¹, too
 
@@ -46,12 +48,17 @@ def at_the_end(x):
 
 @pytest.mark.skipif(HAS_GPU, reason="natively no program can be left out")
 @one_at_a_time
-@pytest.mark.parametrize("name", [*ROW_OPERATIONS, "quantize"])
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, "quantize", "scaled"])
 def test_the_last_rows_past_2_to_the_31_elements_equal_the_same_rows_alone(name, monkeypatch):
     if name == "quantize":
         inputs = (randn(1, WIDTH, dtype=BF16),)
         constants = ()
         function = lambda x: quantize(x)[1]  # noqa: E731
+    elif name == "scaled":
+        inputs = (randn(1, WIDTH, dtype=BF16),)
+        constants = ()
+        scale = torch.tensor(0.5)
+        function = lambda x: scaled(x, scale, FP32)[:, -1024:]  # noqa: E731  # by the last program
     elif name == "rope":
         angles = torch.rand(1, 512)
         inputs = (randn(1, 1, 64, 1024, dtype=BF16),)
@@ -61,7 +68,7 @@ def test_the_last_rows_past_2_to_the_31_elements_equal_the_same_rows_alone(name,
         width = WIDTH // 2 if "glu" in name else WIDTH
         function = OPERATIONS[name].function
         (inputs, constants) = OPERATIONS[name].inputs(1, width, BF16)
-    leaves = [x.requires_grad_(x.ndim > 1 and name != "quantize") for x in inputs]
+    leaves = [x.requires_grad_(x.ndim > 1 and name not in ("quantize", "scaled")) for x in inputs]
     outputs = as_tuple(function(*leaves, *constants))
     upstream = draw_upstream(outputs)
     needed = [x for x in leaves if x.requires_grad]

@@ -113,6 +113,7 @@ def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
     logits *= size
     logits[0, :2] = size
     targets[0] = 0  # two maxima
+    logits[3] = size + torch.arange(70, device=DEVICE) % 4  # log₂e times these would be rounded too much
     assert_matches_float64(operation(loss), (logits,), (targets,))
 
 
@@ -147,6 +148,16 @@ def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
     function = partial(linear_cross_entropy, chunk_tokens=1)
     _, _, dweight = run(function, (x, weight), (targets,), [torch.tensor(float(rows), device=DEVICE)])
     assert dweight.flatten().tolist() == [-32.53125 * rows, 32.53125 * rows]
+
+
+def test_fp16_weight_gradients_hold_what_x_over_n_would_not():
+    """1.3 · 2⁻²³ is 2.6 times fp16's smallest number: rounded for each token, the sum would be 15% too large."""
+    x = torch.full((32, 1), 1.3, dtype=FP16, device=DEVICE)
+    weight = torch.zeros(2, 1, dtype=FP16, device=DEVICE)
+    targets = torch.zeros(32, dtype=torch.int64, device=DEVICE)
+    _, _, dweight = run(linear_cross_entropy, (x, weight), (targets,), [torch.tensor(2.0**-18, device=DEVICE)])
+    exact = 0.5 * 1.3 * 2**-18
+    assert dweight.flatten().tolist() == pytest.approx([-exact, exact], abs=2**-24)
 
 
 def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
@@ -203,6 +214,9 @@ def test_overwrite_x_makes_x_its_own_gradient(options):
     _, dx, dweight = run(chunked, (strided, weight), (targets,), ONE)
     assert_same(run(partial(chunked, overwrite_x=True), (strided, weight), (targets,), ONE)[1:], (dx, dweight), "")
     assert torch.equal(strided, before)
+    frozen = x.detach().clone()
+    chunked(frozen, weight, targets, overwrite_x=True).backward()
+    assert torch.equal(frozen, x), "an x without a gradient was overwritten"
     read_again = leaf.clone()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (read_again.square().sum() + chunked(read_again, weight, targets, overwrite_x=True)).backward()

@@ -39,6 +39,12 @@ def test_overwrite_dy_gives_the_gradient_of_x_the_memory_of_that_of_y(name):
     assert torch.equal(strided[0], before), "what is not contiguous stays"
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_norms_of_rows_above_8192_columns_match_float64(name):
+    """Their backward reads the weight again for every row."""
+    assert_matches_float64(OPERATIONS[name], *OPERATIONS[name].inputs(6, 8200, FP32))
+
+
 def test_the_norm_is_of_the_sum_as_it_is_stored():
     x = randn(5, 300, dtype=FP16)
     residual = randn(5, 300, dtype=FP16)

@@ -97,6 +97,19 @@ def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weigh
             assert torch.equal(model.hidden(tokens), early)
 
 
+@pytest.mark.parametrize("place", [OnDevice, OnCPU])
+def test_adamw_decays_matrices_and_not_norms(place):
+    model = llama()
+    torch.nn.init.constant_(model.norm.weight, 2.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = place(model, AdamW(weight_decay=0.5))
+    set_gradients(model, 0.0)
+    optimizer.step(lr=0.1)
+    optimizer.finish()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim == 2 else 1.0), msg=name)
+
+
 @pytest.mark.parametrize("t", [1, 7, 200, 10**6])
 def test_bias_corrections_are_adams_at_any_update(t):
     """They come from a table, which ends where both are 1."""
