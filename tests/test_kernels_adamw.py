@@ -86,6 +86,15 @@ def test_adamw_on_cpu_keeps_a_nan():
     assert parameter.isnan().tolist() == [True] * 4 + [False] * 4
 
 
+def test_adamw_on_cpu_rounds_as_pytorch_does_ties_to_even():
+    w = torch.tensor(SOME_BITS[:-1], dtype=torch.int32).view(FP32)  # all but infinity
+    w = torch.cat([w, -w])
+    parameter = torch.empty_like(w, dtype=BF16)
+    grad, m, v = torch.zeros(3, len(w))
+    adamw_file.adamw_on_cpu(parameter, grad, w, m, v, 1.0, 0.0, 1, *OPTIONS)  # at a learning rate of 0
+    assert torch.equal(parameter, w.to(BF16))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What both promise
 
