@@ -3,7 +3,7 @@
     model = PlainLlama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
                                    block_size=2048))
     logits = model(tokens)             # tokens (B, T) -> (B, T, V)
-    loss = model(tokens, targets)      # targets (B, T), -100 to ignore one -> the mean cross-entropy
+    loss = model(tokens, targets)      # targets (B, T), -100 to ignore one -> the mean cross-entropy (NaN of none)
 
 Differences from GPT-2: positions are rotations of queries and keys (RoPE), RMSNorm instead of LayerNorm, a gated MLP
 (SwiGLU), several query heads share a key/value head (grouped-query attention), no biases, no dropout. model.py computes
