@@ -200,7 +200,7 @@ class Block(nn.Module):
 
     def forward(self, x, delta, cos, sin, doc_starts=None, cache=None, offload=None):
         """x (B, T, C): the residual stream. delta (B, T, C): the last sublayer's output, which the next norm adds to x
-        in the same kernel; None in the first layer. Returns both.
+        in the same kernel; None in the first layer and after a layer of recompute(). Returns both.
 
         offload: a context in which what the layer keeps for backward moves to the CPU, given this layer's tensors.
         """
@@ -235,7 +235,9 @@ class Block(nn.Module):
         return x, delta
 
     def recompute(self, x, delta, cos, sin, doc_starts=None, cache=None):
-        """compute(), keeping only the layer's input. Where it adds delta to x itself, it returns their sum and None."""
+        """compute(), keeping only the layer's input. recomputed() adds compute()'s two results: where that runs, this
+        returns their sum, and None in place of delta.
+        """
         if delta is not None:
             x = x + delta  # one tensor to keep instead of two
         if torch.compiler.is_compiling() or (self.how.kernels == "none" and not self.how.offload_activations):

@@ -7,8 +7,9 @@ With groups > 1 a few rows of x, in a transformer a few sequences, pass through 
 The activations inside f then exist for one group only, and x's gradient overwrites y's. Each group's weight gradients
 are rounded to their dtype, summed in float32 and rounded once more.
 
-Compared with torch.utils.checkpoint: f returns its output as two terms, so that no kernel adds them before the next
-norm does, and f is told when it runs for backward, so that it can skip what only its output needs.
+Compared with torch.utils.checkpoint: f returns its output as two terms. Forward adds them and writes the sum straight
+into y; backward sends dy into both terms and adds nothing. And f is told when it runs for backward, so that it can skip
+what only its output needs.
 """
 
 from collections.abc import Callable
