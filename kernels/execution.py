@@ -18,7 +18,8 @@ MLP_CHUNK = 16384  # tokens: half as many make 16 x 2,048 of Llama 3.2 1B 3% slo
 class Execution:
     """How the model is computed, never what it computes: any choice gives the same loss, up to rounding.
 
-    kernels              all: our kernels; blocks: ours, but the loss holds all logits at once; none: plain PyTorch
+    kernels              all: our kernels; blocks: ours, but the loss holds all logits at once; none: plain PyTorch,
+                         apart from attention over sequences, which the next line decides
     attention            auto: the faster one; triton: kernels/flash_attention.py; sdpa: PyTorch's
     checkpointing        what backward recomputes. none: nothing; selective: gate and up of each MLP (an eighth of a
                          step of Llama 3.2 1B); full: each layer from its input, except the down projection (a fifth)

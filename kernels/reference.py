@@ -1,5 +1,5 @@
-"""The same names in plain PyTorch, which the tests compare against. A model built with
-Execution(kernels="none") takes its norms, RoPE and MLP from here.
+"""The same names in plain PyTorch, which the tests compare against. A model built with Execution(kernels="none") takes
+everything from here but attention over sequences, for which kernels/attention.py chooses.
 """
 
 from .adamw import adamw_reference as adamw
