@@ -39,7 +39,7 @@ from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_n
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or a folder of weights
-eval_interval = 1000  # steps between evaluations, with epochs at most those of one; each is followed by a checkpoint
+eval_interval = 1000  # steps between evaluations (with epochs, at most one epoch); each is followed by a checkpoint
 eval_only = False  # evaluate the weights that the run would start from, then exit
 eval_iters = 100  # batches per evaluation (of each part of a mix): always the same, spread evenly over the tokens
 sample_prompt: str | None = None  # print how the model continues or, for chats, answers this after each evaluation

@@ -24,7 +24,8 @@ from .launch import as_rows, compute_dtype, refuse_double_backward, tl, triton, 
 
 # Warps per program, measured on one H200 at V = 32,000 to 163,840 in bf16. With 4 to 16, the loss alone reads as fast
 # as a copy. With the gradient, a long row needs 32: two rows then share a multiprocessor, and much of them is still in
-# the L2 cache when it is read again. Rows below 65,536 need 16: of these, four per multiprocessor survive.
+# the L2 cache when it is read again. Rows below 65,536 need only 16: four of them share a multiprocessor, and are still
+# in that cache.
 LOSS_WARPS = 8
 GRADIENT_WARPS = 32
 IGNORED = tl.constexpr(-100)  # the target of a row that does not count

@@ -10,8 +10,8 @@ factorizations; a full SVD of 8B's matrices would take minutes.
 √(C / r) makes N Qᵀ (r numbers of about 1 in C directions) as long as AdamW's step: so learning rate and weight decay
 are AdamW's. (The paper leaves it out, with a scale of 0.25 and a learning rate of 0.01.)
 
-Choose r below the rank of G, which is small if the data is: in the columns beyond it R is only rounding error, which
-Adam's step enlarges to full length.
+Choose r below the rank of G, which is small if there is little data: in the columns beyond it R is only rounding error,
+which Adam's step enlarges to full length.
 
 The paper projects the shorter side. Here it is always the columns, because FSDP splits the rows: R, the moments and N
 then stay on the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.

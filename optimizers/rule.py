@@ -80,7 +80,7 @@ class MatrixRule(Rule):
     A subclass defines adamw, and matrix_states and update_matrices: states and update for these matrices.
     """
 
-    lr_factor_of_others = 1.0  # AdamW's learning rate over the matrices'
+    lr_factor_of_others = 1.0  # AdamW's learning rate divided by the matrices'
 
     def states(self, name, shape, rows):
         if is_matrix_of_a_block(name, shape):
