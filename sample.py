@@ -4,7 +4,7 @@
     python sample.py --out_dir=Llama-3.2-1B-Instruct --chat
     python sample.py --out_dir=Llama-3.2-1B --evaluate=text.txt
 
-out_dir is a run's folder (the newest checkpoint is loaded), one checkpoint such as out/baby_llama/step_000800, or a
+out_dir is a run's folder (the newest checkpoint is loaded), one checkpoint such as out/baby_llama/step_000700, or a
 folder of published weights: Hugging Face's config.json and .safetensors.
 runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 """
