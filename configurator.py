@@ -156,7 +156,8 @@ def override(values: dict, new: dict, where: str = "") -> None:
     """Apply what one file names, or all flags. Of max_iters and epochs the one that is named later counts."""
     if new.get("max_iters") is not None:
         if new.get("epochs") is not None:
-            raise SettingError(f"{where}max_iters and epochs exclude each other: name one of them")
+            hint = "name one of them (and `del` one that an imported config names)"
+            raise SettingError(f"{where}max_iters and epochs exclude each other: {hint}")
         new = new | {"epochs": None}
     values.update(new)
 

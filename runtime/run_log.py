@@ -111,7 +111,8 @@ class RunLog:
         fp8 = ", projections in float8" if run.fp8 else ""
         n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
-        print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {run.dtype} compute{fp8}")
+        masters = "adapters" if run.lora_rank else "weights"
+        print0(f"model     {model.n_params():,} parameters{trained}; float32 {masters}, {run.dtype} compute{fp8}")
         if self.device != "cpu":
             gib = f"about {self.model_info['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
