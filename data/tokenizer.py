@@ -85,8 +85,9 @@ def read_tokenizer(folder: Path, files: dict[str, bytes], name: str | None, conf
         generation = optional_json(files, "generation_config.json", folder)
         eos = generation.get("eos_token_id", config.get("eos_token_id"))  # an id, a list of them, or None
         tokenizer = tokenizer_of_json(folder / "tokenizer.json", files, name, eos if isinstance(eos, list) else [eos])
-        if fits(config.get("vocab_size"), ROWS):  # many of Llama 2's have a [PAD] without a row, which no text needs
-            tokenizer.n_vocab = min(tokenizer.n_vocab, config["vocab_size"])
+        # Many models have more rows than tokens. Many of Llama 2's have a [PAD] without a row, which no text needs.
+        if fits(config.get("vocab_size"), ROWS):
+            tokenizer.n_vocab = config["vocab_size"]
     elif name == "bytes" or name in OPENAI:
         tokenizer = get_tokenizer(name)
     else:

@@ -24,7 +24,7 @@ class Tokenizer:
     """A vocabulary with its special tokens. It can be pickled, for worker processes.
 
     name           one of tokenizer.NAMES, or a hash of the vocabulary: equal names mean equal vocabularies
-    n_vocab        the largest id + 1, or in a model's folder the number of its weights' rows if that is less
+    n_vocab        the largest id + 1, or in a model's folder the number of its weights' rows
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
     hf_bos         the id that transformers puts before a text with the same files, or None

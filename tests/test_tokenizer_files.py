@@ -310,6 +310,15 @@ def test_a_vocabulary_for_tiktoken_that_lacks_a_byte_is_damaged(tmp_path):
         get_tokenizer(tmp_path)
 
 
+def test_data_for_weights_with_more_rows_than_tokens_has_their_vocab_size(tmp_path):
+    """A run takes its vocab_size from the data: with the tokenizer's it would refuse the weights."""
+    write_hf_folder(tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text('{"vocab_size": 320}')
+    documents = [("train", prose(0, 99)), ("val", prose(1, 99))]
+    assert write_dataset(tmp_path / "data", documents, get_tokenizer(tmp_path / "hf"))["vocab_size"] == 320
+    assert tokenizer_of(tmp_path / "data").n_vocab == 320, "more data with this tokenizer would not fit this"
+
+
 def test_a_token_beyond_the_rows_of_the_weights_does_not_count_and_its_use_is_an_error(tmp_path):
     """Many of Llama 2's finetunes have a [PAD] that their weights lack: text without it can be learned."""
     write_hf_folder(tmp_path / "hf")
