@@ -365,7 +365,10 @@ def attention_work(size):
 
 OPERATIONS["flash_attention"] = Operation(
     dims="B T H K D",
-    sizes=[(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)],
+    sizes=[
+        *((batch, n_time, 32, 8, 64) for batch, n_time in [(8, 2048), (2, 8192), (1, 16384), (1, 32768)]),
+        *((batch, n_time, 32, 8, 128) for batch, n_time in [(8, 2048), (4, 4096), (2, 8192), (1, 16384)]),
+    ],
     inputs=attention_inputs,
     work=attention_work,
     functions={

@@ -55,8 +55,7 @@ FINETUNE = [  # the fastest settings at each size: trainers, (batch, block) of e
     (["hf-liger-qlora"], [*LONG, (1, 65536)], "full", ""),
     (["nanocria-qlora", "nanocria-qlora-fp8"], [(1, 131072)], "full", ON_CPU),
     (["unsloth-qlora"], [(2, 2048)], "none", ""),
-    (["unsloth-qlora"], [(2, 2048), (1, 8192)], "full", ""),
-    (["unsloth-qlora-long"], [(2, 2048), *LONG], "full", ""),  # leaner, and as fast at 8,192 tokens
+    (["unsloth-qlora", "unsloth-qlora-long"], [(2, 2048), *LONG], "full", ""),
 ]
 PRESETS = {
     "study": ["--sweep=both", "--memory_limit_gib=24", "--checkpointing=full", "--offload=all",
