@@ -39,6 +39,8 @@ class Conversation(NamedTuple):
 
 def read_row(row: Any) -> Conversation:
     """The conversation in a row. ValueError if it fits no format, or more than one; others if types are wrong."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found a value of type {type(row).__name__}, expected {EXPECTED}")
     row = without_nulls(row)
     fitting = [name for name, (keys, _, _) in FORMATS.items() if row.keys() >= keys]
     if not fitting:
@@ -92,6 +94,8 @@ def from_prompt_and_completion(row: dict) -> list:
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ValueError("only one of prompt and completion is a text, expected two texts or two lists of messages")
     messages = list_of_messages(row, "prompt")
     for message in messages:
         if message.get("role") == "assistant":
@@ -148,7 +152,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 def list_of_messages(row: dict, name: str) -> list[dict]:
-    return [without_nulls(message) for message in row[name]]
+    messages = row[name]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{name} is {messages!r:.60}, expected a list of messages, each an object")
+    return [without_nulls(message) for message in messages]
 
 
 def checked(message: dict, i: int) -> dict:
