@@ -41,7 +41,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     errors_help = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=errors_help)
     workers_help = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help=workers_help)
+    parser.add_argument("--workers", type=positive, default=cpu_cores(), help=workers_help)
 
 
 def path_argument(text: str) -> Path:
@@ -54,6 +54,13 @@ def share(text: str) -> float:
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1")
     return float(text)
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
 
 
 def tokenizer_for_data(name: str) -> Tokenizer:

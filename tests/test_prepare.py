@@ -136,6 +136,7 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, out):
 
 @pytest.mark.parametrize("words, message", [
     (["--val_fraction=nan"], "--val_fraction: nan is not above 0 and below 1"),
+    (["--workers=-1"], "--workers: -1 is not above 0"),
     (["--input", "nothing"], "error: --input has no files: hidden ones and those directly in --out are not read"),
     (["--input", "nowhere"], "error: [Errno 2] No such file or directory: 'nowhere'"),
     (["--input", "empty.txt"], "error: 0 training and 0 validation documents"),
