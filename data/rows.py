@@ -97,7 +97,12 @@ def json_rows(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, Any
     """Yield (location, value) of each line of JSON, or of each element of an array."""
     with reading(path, bad), open_input(path) as file:
         if file.peek(1).removeprefix(BOM).lstrip().startswith(b"["):
-            for i, row in enumerate(json.loads(file.read())):
+            content = file.read()
+            try:
+                rows = json.loads(content)
+            except ValueError as error:
+                raise ValueError(f"it begins with [, and so has to be one array of objects: {error}") from error
+            for i, row in enumerate(rows):
                 yield f"{path}[{i}]", row
             return
         for number, line in enumerate(file, start=1):

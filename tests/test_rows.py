@@ -146,6 +146,7 @@ NOT_TEXT = {
     "a.zst": (b"text", "cannot be read"),
     "short.gz": (b"\x1f\x8b", "cannot be read"),
     "broken.json": (b"[{}]]", "cannot be read"),
+    "arrays.jsonl": (b"[1]\n[2]\n", "has to be one array of objects: Extra data: line 2"),
 }
 
 
