@@ -12,6 +12,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,17 @@ def reading(path: Path, bad: Callable[[str], None]):
         raise
     except Exception as error:  # each library has its own
         bad(f"{path} cannot be read, or not to its end: {error}")
+
+
+def files_below(folder: Path, bad: Callable[[str], None]) -> list[Path]:
+    """What a folder and the folders in it hold, sorted: all but folders and hidden files, not following links. Tells
+    `bad` of a folder that cannot be listed: Path.rglob would leave out what is in it without a word.
+    """
+    files = []
+    for path, folders, names in os.walk(folder, onerror=lambda error: bad(str(error))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(path, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def open_zstd(file: BinaryIO) -> BinaryIO:

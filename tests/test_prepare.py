@@ -267,6 +267,16 @@ def test_fineweb_from_the_hub_is_that_of_the_same_files_on_disk(parquets, tmp_pa
         fineweb_edu.prepare(folder=tmp_path / "out", **OPTIONS)
 
 
+def test_fineweb_reads_the_links_of_the_hubs_cache_and_no_folder_that_is_named_as_a_file(parquets, tmp_path):
+    links = tmp_path / "snapshot"
+    (links / "spark.parquet").mkdir(parents=True)
+    for number, path in enumerate(sorted(parquets.iterdir())):
+        (links / "spark.parquet" / path.name).symlink_to(path.rename(parquets / f"0123abcd{number}"))
+    assert fineweb_edu.prepare(links, tmp_path / "out", **OPTIONS)["train_documents"] > 700
+    one = fineweb_edu.prepare(links / "spark.parquet" / "001.parquet", tmp_path / "one", **OPTIONS)
+    assert one["train_documents"] + one["val_documents"] == 300
+
+
 def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, files_read):
     out = tmp_path / "out"
     for damage, rewritten in (

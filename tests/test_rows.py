@@ -1,6 +1,7 @@
 """Input of data/text: text and JSON, compressed or not, from files, folders and pipes, with broken rows."""
 
 import bz2
+import errno
 import functools
 import gzip
 import json
@@ -104,6 +105,25 @@ def test_files_and_folders_are_read_together_without_hidden_files_links_to_folde
     files = {"some.jsonl": "\n\n".join(rows), "named.txt": "\ufeffnamed\n"}  # with a byte order mark
     found = read(files, ["some.jsonl", "deep"], field="body", val_fraction=0.2)
     assert found == sorted([*(f"file {i}\r\n" for i in range(30)), "line 1\r\nof jsonl", "named\n", "?!"])
+
+
+def test_a_folder_that_cannot_be_listed_ends_the_preparation_or_is_counted(read, tmp_path, monkeypatch, capsys):
+    for name in ("open", "locked", ".hidden"):
+        (tmp_path / name).mkdir()
+    files = {"a.txt": "one", "open/b.txt": "two", "locked/c.txt": "three", ".hidden/d.txt": "four"}
+    list_folder = os.scandir
+
+    def scandir(path):  # chmod does not stop root
+        if Path(path).name in ("locked", ".hidden"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ValueError, match=r"Permission denied: .*locked'\. --errors skip leaves it out"):
+        read(files)
+    assert read(files, errors="skip") == ["one", "two"]
+    printed = capsys.readouterr().out
+    assert f"left out by --errors skip: 1, the first: [Errno 13] Permission denied: '{tmp_path}/locked'" in printed
 
 
 def test_json_is_text_if_that_is_stated(read):

@@ -13,6 +13,7 @@ time: the same command continues with the first unfinished file.
 A hash of a document's text decides its split, so all copies of a page go to the same one: the web is full of copies.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import command
 from data.files import read_json, write_json
 from data.meta import SPLITS
-from data.rows import Bad, field_of, reading
+from data.rows import Bad, field_of, files_below, reading
 from data.tokens import token_dtype
 from data.write import Document, split_of, write_lock, write_meta, write_tokens
 
@@ -31,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
 
-def list_files(input: Path | None, sample: str) -> list[str]:
+def list_files(input: Path | None, sample: str, bad: Bad) -> list[str]:
     """The names of the hub's parquet files, or the paths of those in a folder. A file is its only one."""
     if input is None:
         from huggingface_hub import list_repo_files
@@ -42,7 +43,8 @@ def list_files(input: Path | None, sample: str) -> list[str]:
             raise OSError(f"huggingface.co does not list {REPO} ({error}): fetch it elsewhere, see --input") from error
         files = [name for name in names if name.startswith(f"sample/{sample}/")]
     else:
-        files = [str(file.resolve()) for file in input.rglob("*")] if input.is_dir() else [str(input.resolve())]
+        # not resolve(): in the hub's cache, a .parquet file is a link to one that is named by a hash
+        files = [os.path.abspath(file) for file in (files_below(input, bad) if input.is_dir() else [input])]
     files = sorted(name for name in files if name.endswith(".parquet"))
     if not files:
         raise FileNotFoundError(f"{input or f'{REPO}/sample/{sample}'} holds no .parquet files")
@@ -103,9 +105,10 @@ def prepare(
     Each file makes a shard, and beside it a record of its source and counts, with which a later run continues.
     """
     encoding = command.tokenizer_for_data(tokenizer)
-    files = list_files(input, sample)[:max_files]
+    bad = Bad(errors)
+    files = list_files(input, sample, bad)[:max_files]
     shards = {}
-    with write_lock(folder), Bad(errors) as bad:
+    with write_lock(folder), bad:
         for number, name in enumerate(files):
             suffix = f"_{number:06d}"
             source = {"name": name, "field": field, "val_fraction": val_fraction}

@@ -31,7 +31,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import command
 from data.encode import Document
-from data.rows import Bad, field_of, is_json, json_rows, open_input, reading
+from data.rows import Bad, field_of, files_below, is_json, json_rows, open_input, reading
 from data.tokenizer import train_tokenizer
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import split_texts, write_dataset
@@ -45,13 +45,11 @@ HEAD_BYTES = 2**25  # of a text file, in which its first end-of-text line is loo
 LEARNED_CHARS = 2**25  # of text that a tokenizer is learned from: ten seconds, 0.3 GB
 
 
-def files_in(path: Path, out: Path) -> list[Path]:
+def files_in(path: Path, out: Path, bad: Bad) -> list[Path]:
     """The path itself, or the files inside if it is a folder: all but hidden ones, and those directly in `out`."""
     if not path.is_dir():
         return [path]
-    hidden = re.compile(r"(^|/)\.")
-    files = [file for file in sorted(path.rglob("*")) if not hidden.search(file.relative_to(path).as_posix())]
-    return [file for file in files if file.is_file() and file.parent.resolve() != out.resolve()]
+    return [file for file in files_below(path, bad) if file.is_file() and file.parent.resolve() != out.resolve()]
 
 
 def read_documents(files: list[Path], format: str | None, field: str, chunk_chars: int, bad: Bad) -> Iterator[str]:
@@ -121,7 +119,7 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the JSON objects."""
     bad = Bad(errors)
-    files = [file for path in inputs for file in files_in(path, folder)]
+    files = [file for path in inputs for file in files_in(path, folder, bad)]
     if not files:
         raise ValueError("--input has no files: hidden ones and those directly in --out are not read")
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
