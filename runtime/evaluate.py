@@ -5,7 +5,8 @@
 
 A text is read in windows of `window` tokens that overlap by half. A window predicts only the tokens beyond the end of
 the previous one. So each token is predicted once, and all but those of the first half window from at least half a
-window of context. The first token follows the bos, or the end of another document if there is no bos.
+window of context. The first token follows the bos, or the end of another document if there is no bos. Lines of only
+<|endoftext|> separate documents, as in data/text/prepare.py: each is a text of its own, its end is not predicted.
 
 For HellaSwag and the like: lm-evaluation-harness, which reads a checkpoint as a model of transformers.
 """
@@ -20,6 +21,7 @@ from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
 from data.rows import BadInput, is_json, json_rows, open_input, reading
+from data.text.prepare import SEPARATOR
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.distributed import progress
@@ -75,13 +77,16 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
 
 
 def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
-    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
-    rows = list(windows(ids, min(window or MOST_WINDOW, model.config.block_size + 1)))
-    log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
-    n_tokens = len(ids) - 1
-    n_bytes = len(text.encode())
-    if not n_bytes:
+    documents = [document for document in SEPARATOR.split(text) if document.strip()]
+    if not documents:
         raise ValueError("the text is empty")
+    rows = []
+    for document in documents:
+        ids = [*begin_document(tokenizer, ""), *tokenizer.encode(document)]
+        rows += windows(ids, min(window or MOST_WINDOW, model.config.block_size + 1))
+    log_p = sum(of_row.sum().item() for of_row in log_likelihoods(model, rows, batch_size))
+    n_tokens = sum(sum(predicted) for _, predicted in rows)
+    n_bytes = sum(len(document.encode()) for document in documents)
     return {
         "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
         "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",

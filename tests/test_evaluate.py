@@ -61,6 +61,17 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
 
+def test_documents_that_end_of_text_lines_separate_are_scored_alone_and_the_lines_not_at_all(tmp_path):
+    hf = publish(tmp_path)
+    documents = [prose(1, 60) + "\n", "a\n", prose(2, 9) + "\n"]
+    (tmp_path / "text.txt").write_text("<|endoftext|>\r\n".join(["", *documents, "\n"]))
+    total = sum(log_p_of_windows(hf, [256, *document.encode()], 129) for document in documents)
+    found = evaluate_file(load_model(tmp_path), get_tokenizer("bytes"), tmp_path / "text.txt")
+    n_bytes = sum(map(len, documents))
+    assert found["read"] == f"{n_bytes:,} tokens, {n_bytes:,} bytes"
+    assert abs(float(found["bits per byte"]) + total / math.log(2) / n_bytes) < 1e-4
+
+
 def test_answers_in_any_format_are_scored_as_by_transformers(sample, tmp_path):
     hf, fast = publish_chat_model(tmp_path / "hf")
     pairs = [(prose(i, 4), prose(50 + i, 1 + i)) for i in range(10)]
