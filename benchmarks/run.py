@@ -19,6 +19,7 @@ from typing import Literal
 from benchmarks.settings import read_settings
 from benchmarks.tables import table
 from configurator import SettingError
+from data.loader import dataset_parts
 from runtime.loss_plot import SUFFIXES, Losses, draw_losses, read_losses, smoothed
 
 # settings
@@ -80,9 +81,13 @@ def comparison(label: str, losses: list[float], base: str, base_losses: list[flo
 
 def comparisons(groups: dict[str, list[Losses]]) -> list[str]:
     """Each group beside the first."""
-    datasets = {run.settings["dataset"] for group in groups.values() for run in group if run.settings}
-    if len(datasets) > 1:
-        return [f"the runs read different datasets, so their losses cannot be compared: {', '.join(sorted(datasets))}"]
+    known = [run for group in groups.values() for run in group if run.settings]
+    names = {run.settings["dataset"] for run in known}
+    # A name may have meant other data, prepared anew since, and one dataset may have been named by its path, too.
+    val_data = {(run.val_sha256, *dataset_parts(run.settings["dataset"]).values()) for run in known}
+    has_digests = all(run.val_sha256 for run in known)
+    if len(val_data if has_digests else names) > 1:
+        return [f"the runs read different datasets, so their losses cannot be compared: {', '.join(sorted(names))}"]
     last = {label: [run.val[-1][-1] for run in group if run.val] for label, group in groups.items()}
     evaluated = [label for label in last if last[label]]
     return [comparison(label, last[label], evaluated[0], last[evaluated[0]]) for label in evaluated[1:]]

@@ -42,6 +42,7 @@ class Losses(NamedTuple):
     bits_per_byte: float | None  # of a finished run that evaluated on all of its validation text
     settings: dict  # of a run that has ended or saved a checkpoint; else empty
     flops_per_token: float | None  # of a run that has ended
+    val_sha256: str | None = None  # of the validation data, if there is a checkpoint
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -82,7 +83,9 @@ def read_losses(folder: Path) -> Losses:
     bits_per_byte = summary.get("bits_per_byte") if is_of_this_end else None
     checkpoint = newest(folder)
     run_info = json.loads((checkpoint / "run.json").read_text()) if checkpoint else summary
-    return Losses(train, val, bits_per_byte, run_info.get("settings", {}), summary.get("flops_per_token"))
+    val_sha256 = run_info.get("dataset", {}).get("val_sha256")
+    settings = run_info.get("settings", {})
+    return Losses(train, val, bits_per_byte, settings, summary.get("flops_per_token"), val_sha256)
 
 
 def smoothed(points: Sequence[tuple]) -> list[float]:

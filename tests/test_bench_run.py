@@ -119,6 +119,16 @@ def test_losses_of_different_datasets_are_not_compared():
     assert not run.comparisons({"first": [first]})
 
 
+def test_datasets_are_told_apart_by_their_content_not_their_name():
+    one = losses_of(SETTINGS | {"dataset": "a"}, val_sha256="1")
+    by_path = losses_of(SETTINGS | {"dataset": "/data/a/"}, val_sha256="1")
+    prepared_anew = losses_of(SETTINGS | {"dataset": "a"}, val_sha256="2")
+    assert "one seed" in run.comparisons({"one": [one], "by_path": [by_path]})[0]
+    assert "different datasets" in run.comparisons({"one": [one, prepared_anew]})[0]
+    mixes = [losses_of(SETTINGS | {"dataset": f"a:{share},b:{1 - share}"}, val_sha256="1") for share in (0.25, 0.5)]
+    assert "different datasets" in run.comparisons({"quarter": mixes[:1], "half": mixes[1:]})[0]
+
+
 @pytest.fixture
 def axes(monkeypatch, tmp_path):
     """axes(runs, x) draws runs and returns the plot's axes."""
