@@ -252,9 +252,7 @@ def _open_folder(path, optimizer):
         raise ValueError(f"{path} has an adapter_config.json beside its weights. {how_to_fetch(path)}, or move it away")
     adapter = read_undamaged_json(path / "adapter_config.json") if adapted else None  # the base's path may be edited
     if run is None or "nanocria_tokenizer" not in config:  # others may have changed what nanocria wrote
-        name = published_name(path, config.get("nanocria_tokenizer"))
-        if name is not None:
-            config["nanocria_tokenizer"] = name
+        config["nanocria_tokenizer"] = published_name(path, config.get("nanocria_tokenizer"))
     tensors = _tensors_of(path, "adapter_model" if adapted else "model")
     if optimizer:
         tensors |= _tensors_of(path, "optimizer")
