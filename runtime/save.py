@@ -8,7 +8,6 @@ A checkpoint is written as step_000250.partial and renamed when it is complete, 
 A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
 """
 
-import concurrent.futures
 import json
 import math
 import os
@@ -114,9 +113,8 @@ class Saver:
         if copies is not None:
             self.copied = self._copy(copies)
         self.future = self.thread.submit(self._write, copies or self.optimizer.tensors(), self.copied, step, run)
-        if copies is None:
-            concurrent.futures.wait([self.future])
-        outcome = self.outcome() if wait or self.future.done() else "saving"
+        must_wait = wait or copies is None  # without copies the next update would change what is being written
+        outcome = self.outcome() if must_wait or self.future.done() else "saving"
         self.seconds += time.perf_counter() - start
         return outcome
 
