@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+from kernels.flash_attention import HEAD_SIZES
 from optimizers import rule_of
 from runtime.distributed import print0, stop
 
@@ -112,6 +113,6 @@ def system_problem(s: SimpleNamespace, world_size: int) -> str | None:
     if s.sample_prompt is not None and (world_size > 1 or s.compile or s.fp8):
         return "sample_prompt works in one process without compile and fp8: sample.py reads each checkpoint, instead"
     head_dim = s.n_embd / s.n_head
-    if s.mask_documents and head_dim not in (16, 32, 64, 128):  # kernels/flash_attention.py's
+    if s.mask_documents and head_dim not in HEAD_SIZES:
         return f"mask_documents works with heads of size 16, 32, 64 or 128, not {head_dim:g}"
     return None
