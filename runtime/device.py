@@ -102,11 +102,11 @@ class CUDAGraph:
         CUDAGraph.recorded.add(self)
 
 
-def start_profiler(out_dir: str) -> torch.profiler.profile:
+def start_profiler(out_dir: Path) -> torch.profiler.profile:
     """Trace three steps, and on a GPU record the allocations of the first ten, to out_dir/profile. Call step() after
     each step, stop() at the end of the run.
     """
-    folder = Path(out_dir) / "profile"
+    folder = out_dir / "profile"
     on_gpu = torch.cuda.is_initialized()
 
     def write(trace: torch.profiler.profile) -> None:

@@ -203,8 +203,8 @@ def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def worker_thread() -> ThreadPoolExecutor:
     """A thread that works on the same GPU as this one, on a separate stream.
 
-    A new thread would start on GPU 0 and on the training's stream: torch's checkpoint writer waits for its stream
-    every 10 MB.
+    A new thread would start on GPU 0 and on the training's stream, where its copies would wait for the training's
+    kernels.
     """
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(1)

@@ -49,7 +49,7 @@ Named = tuple[str, torch.Tensor, tuple[int, ...]]  # a parameter's name, the par
 
 @dataclass(frozen=True)
 class RunShape:
-    """How one rank trains: train.py's settings of the same names, with every auto and None resolved."""
+    """How one rank trains: train.py's settings of the same names, dtype and others as it has resolved them."""
 
     batch_size: int
     micro_steps: int = 1  # micro-batches of a step on this rank

@@ -76,7 +76,8 @@ def claim(out_dir: str) -> TextIO | None:
 def find_start(out_dir: str, init_from: str, eval_only: bool) -> Folder | None:
     """The newest undamaged checkpoint of out_dir, else the folder of weights to start with, or None for scratch.
 
-    A checkpoint that is not what was saved is renamed, but the last one ends the run.
+    A damaged checkpoint is renamed, and the previous one taken. With eval_only, or without a previous one, it ends the
+    run.
     """
     start_time = time.perf_counter()
     saved = from_rank_0(lambda: checkpoints(out_dir))  # a network file system may show another rank fewer
