@@ -28,7 +28,7 @@ from model import LlamaConfig
 from optimizers import rule_of
 from optimizers.adamw import AdamW
 from runtime import memory, memory_advice
-from runtime.check_settings import find_problem
+from runtime.check_settings import find_problem, limit_problem
 from runtime.memory import GIB, RunShape
 
 # settings
@@ -146,6 +146,9 @@ def batch_settings(s: SimpleNamespace, largest_batch: int, sequences: int) -> di
 def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
     """The estimate as text, and the run that it recommends."""
     s = read_settings(globals(), argv, for_train_py=True)
+    problem = limit_problem(vars(s))
+    if problem:
+        raise SettingError(problem)
     total = gib_of(s.card)
     named = {"block_size": s.block_size} if s.block_size is not None else {}
     safe = {  # full and none conflict with no other setting

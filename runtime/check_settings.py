@@ -7,11 +7,11 @@ from kernels.flash_attention import HEAD_SIZES
 from optimizers import rule_of
 from runtime.distributed import print0, stop
 
-AT_LEAST = {  # train.py's and sample.py's
+AT_LEAST = {  # train.py's, sample.py's and bench.py estimate's
     2: ("window",),
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "epochs", "lr_decay_iters",
         "eval_interval", "eval_iters", "log_interval", "timeout", "galore_rank", "n_layer", "n_head", "n_kv_head",
-        "n_embd", "ffn_dim", "vocab_size", "num_samples", "top_k"),
+        "n_embd", "ffn_dim", "vocab_size", "num_samples", "top_k", "ranks"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
         "lora_rank", "lora_alpha", "max_new_tokens", "temperature"),
 }  # fmt: skip

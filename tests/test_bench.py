@@ -63,6 +63,8 @@ disk => name a folder
 plan --ranks=4 => Unknown setting ranks
 estimate --card=gt710 => there are 3060, 3070, 3080, 3090, 4060, 4060ti,
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
+estimate --ranks=0 => ranks is 0: it must be at least 1
+estimate --batch_size=0 => batch_size is 0: it must be at least 1
 run => usage: python bench.py run FOLDER
 --trainers=al => --trainers=al: there are nanocria, nanocria-fp8,
 --trainers=hf-masters -- --n_layer=4 => each measured run sets its own
