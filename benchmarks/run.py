@@ -122,6 +122,7 @@ def main(argv: list[str]) -> None:
     for text in comparisons(groups):
         print(text)
     try:
+        Path(s.out).parent.mkdir(parents=True, exist_ok=True)
         draw_losses(groups, Path(s.out), s.x)
     except OSError as error:
         raise SettingError(f"--out={s.out}: {error}") from None

@@ -52,6 +52,14 @@ def test_runs_are_tabulated_and_plotted_together(tmp_path, capsys):
     assert "| mine |" in capsys.readouterr().out and (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_plots_folder_is_made(tmp_path, monkeypatch):
+    """Runs may be elsewhere, so that there is no out/."""
+    folder = leave_run(tmp_path / "a", [4.0, 3.0])
+    monkeypatch.chdir(tmp_path)
+    bench.main(["run", str(folder)])
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path):
     folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, bits_per_byte=1.25)
     with open(folder / "metrics.jsonl", "a") as file:
