@@ -174,7 +174,8 @@ def estimate(argv: list[str]) -> tuple[str, LlamaConfig, RunShape]:
         return dumps(result), model, shape
     verdict = f"recommended, with a peak of {peak:.1f} GiB"
     if not fits:
-        bits = "-- --optimizer_bits=8, " if type(shape.rule) is AdamW and not shape.lora_rank else ""
+        moments_on_gpu = type(shape.rule) is AdamW and not shape.lora_rank and shape.offload == "none"
+        bits = "-- --optimizer_bits=8, " if moments_on_gpu else ""
         advice = f"{bits}a shorter --block_size or a smaller --config may"
         verdict = f"does not fit, with a peak of {peak:.1f} GiB; {advice}"
     head = f"""{s.config}: {memory.n_params(model):,} parameters, {shape.dtype}, {model.block_size:,} tokens each
