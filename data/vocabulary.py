@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from data.meta import TOKEN_ID, fits
 from data.tiktoken_files import SPECIAL_TOKENS, json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
+# A whole line of a text, between two documents. re searches for "<", then checks that it starts a line, at 1.3 GB/s;
+# for "^" at 0.13.
+SEPARATOR = re.compile(
+    "<(?<=^<)(?:" + "|".join(re.escape(name[1:]) for name in END_OF_TEXT_NAMES) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE
+)
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
 LLAMA3_HASHES = {"6ea727c43071", "05ed779349be"}  # of the vocabularies of 3.1 and later, of 3.0
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # for transformers

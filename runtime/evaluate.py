@@ -21,8 +21,7 @@ from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
 from data.rows import BadInput, is_json, json_rows, open_input, reading
-from data.text.prepare import SEPARATOR
-from data.vocabulary import Tokenizer
+from data.vocabulary import SEPARATOR, Tokenizer
 from model import Llama
 from runtime.distributed import progress
 from runtime.generate import begin_document, require_in_vocabulary
